@@ -1,0 +1,210 @@
+"""Methods side by side on the same prompts, in one alternated run: the rows of `eyas bench` and `eyas demo`.
+
+Speed-up is total tokens over total time of each method on the same prompts with the same stop rules; plain always runs,
+and each prompt is answered by every method before the next one is begun, so that a drifting machine slows all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from eyas.errors import InputError
+from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, target_forwards, tau, timed
+from eyas.model import Model
+from eyas.policies import Dynamic
+from eyas.sampling import Sampling
+from eyas.verify import Stop
+
+
+@dataclass(frozen=True)
+class Method:
+    """A column of the comparison: a head with its tree, or plain decoding (`head` None)."""
+
+    head: str | None
+    model: Model  # with the head's drafter and the tree's policy
+
+    @property
+    def name(self) -> str:
+        """`plain`, `eagle`, `eagle2` (an EAGLE-1 head under a dynamic tree) or `eagle3`."""
+        if self.model.drafter is None:
+            return "plain"
+        if self.model.drafter.kind == "eagle" and isinstance(self.model.policy, Dynamic):
+            return "eagle2"
+        return self.model.drafter.kind
+
+    @property
+    def tree(self) -> str | None:
+        return None if self.model.drafter is None else str(self.model.policy)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a workload."""
+
+    id: str
+    text: str
+
+
+def read_workload(path: Path, limit: int | None) -> list[Item]:
+    """First turns of a workload file: JSONL with `turns` (and `id`), or plain text, one prompt a line.
+
+    Raises:
+        InputError: the file cannot be read, a line is malformed (named), or there is no prompt in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the workload {str(path)!r}: {error}") from error
+    items = []
+    for number, line in enumerate(lines, start=1):
+        if limit is not None and len(items) >= limit:
+            break
+        if line.strip():
+            items.append(_item(line, path, number))
+    if not items:
+        raise InputError(f"the workload {str(path)!r} holds no prompt")
+    return items
+
+
+def _item(line: str, path: Path, number: int) -> Item:
+    if path.suffix != ".jsonl":
+        return Item(str(number), line)
+    try:
+        record = json.loads(line)
+        text = record["turns"][0]
+        if not isinstance(text, str) or not text:
+            raise TypeError
+        return Item(str(record.get("id", number)), text)
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise InputError(f"{path}, line {number}: expected an object with turns, a list of texts") from error
+
+
+def compare(
+    methods: Sequence[Method], items: Sequence[Item], workload: str, sampling: Sampling, max_new_tokens: int
+) -> tuple[list[dict[str, object]], list[list[Answer]]]:
+    """Run every method on every prompt; a row for each method, and the answers by method and prompt.
+
+    `methods[0]` is plain decoding, which the others are compared with. Prompt i is sample i of the keyed noise.
+    """
+    assert methods[0].model.drafter is None, "the first method is plain decoding"
+    stop = methods[0].model.stopping(max_new_tokens)
+    prompts = [methods[0].model.encode(item.text) for item in items]
+    _warm_up(methods, prompts[0], sampling, stop)
+    answers: list[list[Answer]] = [[] for _ in methods]
+    divergences: list[list[dict[str, object]]] = [[] for _ in methods]
+    with tqdm(total=len(items) * len(methods), desc=workload, unit="answer") as bar:
+        for i, (item, ids) in enumerate(zip(items, prompts, strict=True)):
+            keyed = replace(sampling, sample=sampling.sample + i)
+            for m, method in enumerate(methods):
+                answers[m].append(timed(method.model.rounds(ids, keyed, stop)))
+                found = find_divergence(method.model.target, ids, answers[0][i], answers[m][i], keyed)
+                if found is not None:
+                    divergences[m].append(_record(item, found))
+                bar.update()
+    rows = [
+        _row(workload, method, answers[m], answers[0], divergences[m], sampling) for m, method in enumerate(methods)
+    ]
+    return rows, answers
+
+
+def _warm_up(methods: Sequence[Method], ids: list[int], sampling: Sampling, stop: Stop) -> None:
+    for method in methods:
+        timed(method.model.rounds(ids, sampling, replace(stop, max_new_tokens=8)))
+
+
+def _record(item: Item, divergence: Divergence) -> dict[str, object]:
+    return {"id": item.id, **asdict(divergence)}
+
+
+def _row(
+    workload: str,
+    method: Method,
+    answers: Sequence[Answer],
+    plain: Sequence[Answer],
+    divergences: list[dict[str, object]],
+    sampling: Sampling,
+) -> dict[str, object]:
+    rounds = [round_ for answer in answers for round_ in answer.rounds]
+    speed, plain_speed = (
+        sum(len(answer.tokens) for answer in side) / sum(answer.seconds for answer in side) for side in (answers, plain)
+    )
+    return {
+        "workload": workload,
+        "method": method.name,
+        "head": method.head,
+        "tree": method.tree,
+        "backend": "eager",
+        "dtype": str(method.model.target.spec.dtype).removeprefix("torch."),
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "sequences": len(answers),
+        "new_tokens": sum(len(answer.tokens) for answer in answers),
+        "target_forwards": target_forwards(answers),
+        "tau": tau(answers),
+        "alpha_by_depth": alpha_by_depth(answers),
+        "tokens_per_second": speed,
+        "speedup_vs_plain": speed / plain_speed,
+        "identical": len(answers) - len(divergences),
+        "divergences": divergences,
+        "draft_ms": sum(round_.draft_ms for round_ in rounds),
+        "verify_ms": sum(round_.verify_ms for round_ in rounds),
+        "other_ms": sum(round_.other_ms for round_ in rounds),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def unexplained(rows: Sequence[dict[str, object]]) -> int:
+    """Divergences that rounding does not account for: bugs."""
+    return sum(
+        not divergence["explained"]
+        for row in rows
+        for divergence in row["divergences"]  # type: ignore[union-attr]
+    )
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def machine() -> dict[str, object]:
+    """What a figure must stand beside."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.processor()
+    )
+    return {"cpu": model, "system": platform.platform(), "threads": torch.get_num_threads()}
+
+
+def _cpu_info() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def versions() -> dict[str, str]:
+    """Versions that figures depend on."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def table(rows: Sequence[dict[str, object]]) -> str:
+    """Rows for people."""
+    lines = [f"{'method':8} {'tree':40} {'tau':>5} {'tokens/s':>9} {'speed-up':>8} {'identical':>9}  draft/verify/rest"]
+    for row in rows:
+        total = sum(float(row[key]) for key in ("draft_ms", "verify_ms", "other_ms"))  # type: ignore[arg-type]
+        shares = "/".join(f"{100 * float(row[k]) / total:.0f}" for k in ("draft_ms", "verify_ms", "other_ms"))  # type: ignore[arg-type]
+        tau_text = "-" if row["tau"] is None else f"{row['tau']:.2f}"
+        lines.append(
+            f"{row['method']:8} {row['tree'] or '-':40} {tau_text:>5} {row['tokens_per_second']:9.1f} "
+            f"{row['speedup_vs_plain']:7.2f}x {row['identical']:4}/{row['sequences']:<4}  {shares} %"
+        )
+    return "\n".join(lines)

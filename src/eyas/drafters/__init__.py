@@ -1,0 +1,1 @@
+"""Draft heads behind one seam (`base.Drafter`)."""

@@ -1,0 +1,252 @@
+"""The one decoder block that EAGLE heads are made of, and the memory of one drafted sequence.
+
+A Llama-style block with two differences: its attention may read a wider input than its residual (EAGLE-3 reads
+[embedding, hidden], 2D wide), and what is normed before attention is the head's business, not the block's. Legend: T
+rows, D width, E width of the attention input, H heads, G key/value heads, C head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+_GROWTH = 256  # rows added to a state at a time
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Sizes of a block."""
+
+    width: int  # D
+    attention_width: int  # E
+    heads: int  # H
+    kv_heads: int  # G
+    head_dim: int  # C
+    ffn_width: int
+    norm_eps: float
+    rope_theta: float
+    qkv_bias: bool = False
+
+
+class RMSNorm(nn.Module):
+    """w * x / sqrt(mean(x^2) + eps), computed in float32 or better."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """The four projections; who looks at whom is decided by the caller."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        c, bias = config, config.qkv_bias
+        self.config = config
+        self.q_proj = nn.Linear(c.attention_width, c.heads * c.head_dim, bias=bias)
+        self.k_proj = nn.Linear(c.attention_width, c.kv_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(c.attention_width, c.kv_heads * c.head_dim, bias=bias)
+        self.o_proj = nn.Linear(c.heads * c.head_dim, c.width, bias=False)
+
+    def queries(self, a_TE: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, H, C], rotated."""
+        return rotate(self._split(self.q_proj(a_TE)), positions_T, self.config.rope_theta)
+
+    def keys(self, a_TE: Tensor, positions_T: Tensor) -> Tensor:
+        """[T, G, C], rotated."""
+        return rotate(self._split(self.k_proj(a_TE)), positions_T, self.config.rope_theta)
+
+    def values(self, a_TE: Tensor) -> Tensor:
+        """[T, G, C]."""
+        return self._split(self.v_proj(a_TE))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.up_proj = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.down_proj = nn.Linear(config.ffn_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Attention and MLP around a residual that the caller gives un-normed."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def finish(self, x_TD: Tensor, attended_THC: Tensor) -> Tensor:
+        """What follows the attention: output projection, residual, MLP, residual."""
+        y_TD = x_TD + self.self_attn.o_proj(attended_THC.flatten(-2))
+        return y_TD + self.mlp(self.post_attention_layernorm(y_TD))
+
+
+def rotate(x_TGC: Tensor, positions_T: Tensor, theta: float) -> Tensor:
+    """Llama's rotary embedding: the first half of C is paired with the second; angles in float32."""
+    half = x_TGC.shape[-1] // 2
+    frequencies = theta ** (-torch.arange(half, dtype=torch.float32, device=x_TGC.device) / half)
+    angles = positions_T.to(torch.float32)[..., None, None] * frequencies
+    cos, sin = angles.cos().to(x_TGC.dtype), angles.sin().to(x_TGC.dtype)
+    first, second = x_TGC[..., :half], x_TGC[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class DraftState:
+    """What a head remembers of one sequence.
+
+    Kept: keys and values of `length` verified pairs, made from true target states. For one round only: rows, row 0
+    being the last verified pair and row r > 0 the r-th expanded node, whose keys and values stand at `length + r - 1`.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.level = 0  # levels expanded in this round
+        self.hidden_RD = torch.empty(0)
+        self._ancestors: list[list[int]] = []  # per row, the tree rows that it sees: its ancestors and itself
+        self._keys_GSC = torch.empty(0)
+        self._values_GSC = torch.empty(0)
+
+    def absorb(self, block: Block, x_TD: Tensor, a_TE: Tensor) -> Tensor:
+        """Run verified pairs through the block, drop the round before, and start a new one; the last row's output."""
+        num = len(x_TD)
+        positions_T = torch.arange(self.length, self.length + num, device=x_TD.device)
+        mask = positions_T[:, None] >= torch.arange(self.length + num, device=x_TD.device)
+        hidden_TD = self._run(block, x_TD, a_TE, self.length, positions_T, mask)
+        self.length += num
+        self.level = 0
+        self.hidden_RD = hidden_TD[-1:]
+        self._ancestors = [[]]
+        return self.hidden_RD
+
+    def deepen(self, block: Block, x_KD: Tensor, a_KE: Tensor, rows: Sequence[int]) -> Tensor:
+        """Run one level of nodes through the block; each sees all verified pairs, its ancestors and itself.
+
+        All nodes of a level share one position, one less than that of their tokens, as pairs do (algorithm 1.2.2).
+        """
+        first = len(self._ancestors)
+        slots = first - 1
+        mask = torch.zeros(len(rows), self.length + slots + len(rows), dtype=torch.bool)
+        mask[:, : self.length] = True
+        for k, row in enumerate(rows):
+            self._ancestors.append([*self._ancestors[row], slots + k])
+            mask[k, [self.length + slot for slot in self._ancestors[-1]]] = True
+        positions_K = torch.full((len(rows),), self.length + self.level, device=x_KD.device)
+        hidden_KD = self._run(block, x_KD, a_KE, self.length + slots, positions_K, mask.to(x_KD.device))
+        self.level += 1
+        self.hidden_RD = torch.cat((self.hidden_RD, hidden_KD))
+        return hidden_KD
+
+    def keys_values(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, length, C] of the verified pairs."""
+        return self._keys_GSC[:, : self.length], self._values_GSC[:, : self.length]
+
+    def _run(
+        self, block: Block, x_TD: Tensor, a_TE: Tensor, slot: int, positions_T: Tensor, mask_TS: Tensor
+    ) -> Tensor:
+        attention = block.self_attn
+        end = slot + len(x_TD)
+        self._write(slot, attention.keys(a_TE, positions_T), attention.values(a_TE))
+        queries_HTC = attention.queries(a_TE, positions_T).transpose(0, 1)
+        attended_HTC = scaled_dot_product_attention(
+            queries_HTC[None],
+            self._keys_GSC[None, :, :end],
+            self._values_GSC[None, :, :end],
+            attn_mask=mask_TS,
+            enable_gqa=True,
+        )[0]
+        return block.finish(x_TD, attended_HTC.transpose(0, 1))
+
+    def _write(self, slot: int, keys_TGC: Tensor, values_TGC: Tensor) -> None:
+        end = slot + len(keys_TGC)
+        if self._keys_GSC.numel() == 0 or end > self._keys_GSC.shape[1]:
+            grown = keys_TGC.new_empty(2, keys_TGC.shape[1], end + _GROWTH, keys_TGC.shape[2])
+            if slot:
+                grown[0, :, :slot], grown[1, :, :slot] = self._keys_GSC[:, :slot], self._values_GSC[:, :slot]
+            self._keys_GSC, self._values_GSC = grown[0], grown[1]
+        self._keys_GSC[:, slot:end] = keys_TGC.transpose(0, 1)
+        self._values_GSC[:, slot:end] = values_TGC.transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """The pairs of a batch that are trained, as flat rows: S of them, ascending by sequence, then by place.
+
+    Pair i of a sequence is (state of token i, token i+1); what it predicts in step j of a training-time test is token
+    i+2+j. Rows are the pairs whose step-0 prediction lies in the answer, its first token and its end included.
+    """
+
+    sequence_S: Tensor
+    pair_S: Tensor
+    last_pair_S: Tensor  # per row, the last pair of its sequence's rows
+
+    def valid(self, step: int) -> Tensor:
+        """[S] bool: does the prediction of this step still lie in the answer?"""
+        return self.pair_S + step <= self.last_pair_S
+
+
+def supervised_rows(lengths_B: Tensor, starts_B: Tensor) -> Supervised:
+    """The rows of a batch of sequences with `lengths_B` tokens whose answers begin at `starts_B`."""
+    sequences, pairs, last = [], [], []
+    for b, (length, start) in enumerate(zip(lengths_B.tolist(), starts_B.tolist(), strict=True)):
+        span = torch.arange(max(start - 2, 0), length - 2)
+        sequences.append(torch.full_like(span, b))
+        pairs.append(span)
+        last.append(torch.full_like(span, length - 3))
+    return Supervised(torch.cat(sequences), torch.cat(pairs), torch.cat(last))
+
+
+
+
+def attend_causally(
+    queries_SHC: Tensor,
+    rows: Supervised,
+    keys_BPGC: Tensor,
+    values_BPGC: Tensor,
+    own_keys: Sequence[Tensor],
+    own_values: Sequence[Tensor],
+) -> Tensor:
+    """The attention of a training step: row (b, i) sees the true pairs 0..i and its own later steps, one key each.
+
+    This is what drafting sees: a chain grown from verified pair i reads true keys up to i and the keys of its own
+    nodes. Memory is linear in the number of steps. Returns [S, H, C].
+    """
+    b, i = rows.sequence_S, rows.pair_S
+    batch, pairs = keys_BPGC.shape[:2]
+    groups = queries_SHC.shape[1] // keys_BPGC.shape[2]
+    scale = queries_SHC.shape[-1] ** -0.5
+    queries_BPHC = queries_SHC.new_zeros(batch, pairs, *queries_SHC.shape[1:]).index_put((b, i), queries_SHC)
+    keys_BPHC, values_BPHC = (x.repeat_interleave(groups, dim=2) for x in (keys_BPGC, values_BPGC))
+    scores_BHPP = queries_BPHC.transpose(1, 2) @ keys_BPHC.permute(0, 2, 3, 1) * scale
+    future_PP = torch.ones(pairs, pairs, dtype=torch.bool, device=scores_BHPP.device).triu(1)
+    scores_BHPP = scores_BHPP.float().masked_fill(future_PP, -torch.inf)
+    own_SHJ = [(queries_SHC * k.repeat_interleave(groups, dim=1)).sum(-1, keepdim=True) * scale for k in own_keys]
+    if not own_SHJ:
+        return (scores_BHPP.softmax(-1).to(values_BPHC.dtype) @ values_BPHC.transpose(1, 2)).transpose(1, 2)[b, i]
+    own_BPHJ = queries_SHC.new_zeros(batch, pairs, queries_SHC.shape[1], len(own_SHJ), dtype=torch.float32)
+    own_BPHJ = own_BPHJ.index_put((b, i), torch.cat(own_SHJ, dim=-1).float())
+    weights = torch.cat((scores_BHPP, own_BPHJ.transpose(1, 2)), dim=-1).softmax(-1).to(values_BPHC.dtype)
+    attended_SHC = (weights[..., :pairs] @ values_BPHC.transpose(1, 2)).transpose(1, 2)[b, i]
+    own_weights_SHJ = weights[..., pairs:].transpose(1, 2)[b, i]
+    for j, values_SGC in enumerate(own_values):
+        attended_SHC = attended_SHC + own_weights_SHJ[..., j : j + 1] * values_SGC.repeat_interleave(groups, dim=1)
+    return attended_SHC

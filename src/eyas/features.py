@@ -1,0 +1,165 @@
+"""The states that drafters learn from: run the target over token sequences, and stream or store what it shows.
+
+The target runs through the same `verify` that serves, in the dtype that serves, so a head learns the features that it
+will read. A store is a folder of safetensors shards, written one whole shard at a time, memory-mapped when read; a run
+that was interrupted goes on with the first missing shard.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from eyas.data import Sequence
+from eyas.errors import InputError
+from eyas.targets.base import Target
+from eyas.tree import Tree
+
+_SHARD = 256  # sequences in a shard
+_BATCH_TOKENS = 2048  # tokens in one forward of the target, padding included
+
+
+@dataclass(frozen=True)
+class Example:
+    """A sequence with the target's states at each of its tokens: `states_TLD[t]` was computed from tokens 0..t."""
+
+    sequence: Sequence
+    states_TLD: Tensor
+
+
+class Features(Protocol):
+    """Anything that has examples by number."""
+
+    reads: tuple[int, ...]  # which state each entry of L is
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: Seq[int]) -> list[Example]: ...
+
+
+class Streamed:
+    """States computed when they are asked for: no disk, one target forward an epoch."""
+
+    def __init__(self, target: Target, sequences: Seq[Sequence], reads: Seq[int]) -> None:
+        self.target, self.sequences, self.reads = target, sequences, tuple(reads)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def batch(self, numbers: Seq[int]) -> list[Example]:
+        chosen = [self.sequences[number] for number in numbers]
+        items = [(self.target.new_cache(), Tree.chain(sequence.tokens)) for sequence in chosen]
+        verified = self.target.verify(items, self.reads, last_only=True)
+        return [Example(sequence, v.hidden_NLD) for sequence, v in zip(chosen, verified, strict=True)]
+
+
+class Stored:
+    """States read from a folder that `store` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            index = json.loads((folder / "index.json").read_text())
+            self.reads = tuple(index["reads"])
+            self._places: list[tuple[int, int]] = []
+            self._shards = []
+            for shard, _ in enumerate(index["shards"]):
+                file = safe_open(str(folder / _shard_name(shard)), framework="pt")
+                self._shards.append((file, file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("starts")))
+                self._places += [(shard, i) for i in range(len(self._shards[-1][3]))]
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"{folder} is not a complete feature store: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def batch(self, numbers: Seq[int]) -> list[Example]:
+        return [self._read(*self._places[number]) for number in numbers]
+
+    def _read(self, shard: int, i: int) -> Example:
+        file, tokens, bounds, starts = self._shards[shard]
+        low, high = int(bounds[i]), int(bounds[i + 1])
+        sequence = Sequence(tuple(tokens[low:high].tolist()), int(starts[i]))
+        return Example(sequence, file.get_slice("states")[low:high])
+
+
+def store(target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Path) -> Stored:
+    """Capture the states of all `sequences` into `folder`, going on where an earlier run stopped.
+
+    Raises:
+        InputError: the folder holds features of other states, or the disk has too little room (said before it starts).
+    """
+    spec = target.spec
+    names = [_shard_name(first // _SHARD) for first in range(0, len(sequences), _SHARD)]
+    header = {"target": spec.name, "dtype": str(spec.dtype), "reads": list(reads), "shards": names}
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_header(folder / "header.json", header)
+    missing = [i for i, name in enumerate(names) if not (folder / name).exists()]
+    tokens = sum(len(s.tokens) for i in missing for s in sequences[i * _SHARD : (i + 1) * _SHARD])
+    need = tokens * len(reads) * spec.width * spec.dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise InputError(f"the features need {need / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
+    streamed = Streamed(target, sequences, reads)
+    with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=f"features ({need / 1e9:.1f} GB)") as bar:
+        for i in missing:
+            _write_shard(streamed, range(i * _SHARD, min((i + 1) * _SHARD, len(sequences))), folder / names[i], bar)
+    _write_text(folder / "index.json", json.dumps(header))
+    return Stored(folder)
+
+
+def _check_header(path: Path, header: dict[str, object]) -> None:
+    if path.exists():
+        found = json.loads(path.read_text())
+        for key in ("target", "dtype", "reads"):
+            if found[key] != header[key]:
+                raise InputError(f"{path.parent} holds features with {key} {found[key]}, and {header[key]} was asked for")
+    _write_text(path, json.dumps(header))
+
+
+def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> None:
+    examples: dict[int, Example] = {}
+    for batch in _batches_by_length(streamed.sequences, numbers):
+        examples.update(zip(batch, streamed.batch(batch), strict=True))
+        bar.update(sum(len(streamed.sequences[number].tokens) for number in batch))
+    ordered = [examples[number] for number in numbers]
+    lengths = torch.tensor([0, *(len(e.sequence.tokens) for e in ordered)])
+    tensors = {
+        "tokens": torch.tensor([t for e in ordered for t in e.sequence.tokens], dtype=torch.int32),
+        "bounds": lengths.cumsum(0),
+        "starts": torch.tensor([e.sequence.answer_start for e in ordered]),
+        "states": torch.cat([e.states_TLD for e in ordered]),
+    }
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary)
+    temporary.rename(path)
+
+
+def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[int]]:
+    """Numbers grouped so that sequences of one batch are of like length and a batch stays within its token budget."""
+    batches: list[list[int]] = [[]]
+    for number in sorted(numbers, key=lambda n: -len(sequences[n].tokens)):
+        longest = len(sequences[batches[-1][0]].tokens) if batches[-1] else 0
+        if batches[-1] and longest * (len(batches[-1]) + 1) > _BATCH_TOKENS:
+            batches.append([])
+        batches[-1].append(number)
+    return batches
+
+
+def _shard_name(number: int) -> str:
+    return f"states-{number:05d}.safetensors"
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)

@@ -1,0 +1,246 @@
+"""The layouts that heads live in, both ways. First form: the official EAGLE layout, which is also eyas' own.
+
+A head is a folder with `config.json` and `model.safetensors` (or `pytorch_model.bin`, read without running pickles).
+The kind is detected from the tensors, and their shapes beat the config's fields: released configs carry wrong ones
+(`num_hidden_layers` 40, `torch_dtype` float16 over float32 weights). Missing and unknown tensors are refused by name.
+Legend: D width, Q draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from eyas.drafters.eagle import Eagle, EagleConfig
+from eyas.drafters.eagle3 import Eagle3, Eagle3Config
+from eyas.drafters.layers import BlockConfig
+from eyas.errors import InputError
+
+# Our module names and those of the official files, by prefix. Longest first where one contains another.
+_EAGLE_NAMES = {"fc.": "fc.", "block.": "layers.0."}
+_EAGLE3_NAMES = {
+    "fc.": "fc.",
+    "embedding_norm.": "midlayer.input_layernorm.",
+    "hidden_norm.": "midlayer.hidden_norm.",
+    "block.": "midlayer.",
+    "norm.": "norm.",
+    "lm_head.": "lm_head.",
+    "embedding.": "embed_tokens.",
+}
+_NAMES = {"eagle": _EAGLE_NAMES, "eagle3": _EAGLE3_NAMES}
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """A head as it lies on disk."""
+
+    kind: str  # "eagle" or "eagle3"
+    config: Mapping[str, object]
+    tensors: Mapping[str, Tensor]
+
+
+def read_head(folder: Path) -> HeadFile:
+    """The config and the tensors of a head's folder.
+
+    Raises:
+        InputError: a file is missing, broken or unsafe to read, or the tensors are those of no head that eyas knows.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if (folder / "model.safetensors").is_file():
+            tensors = load_file(folder / "model.safetensors")
+        else:
+            tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except (OSError, ValueError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise InputError(f"cannot read the head in {str(folder)!r}: {str(error).splitlines()[0]}") from error
+    if not isinstance(config, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise InputError(f"cannot read the head in {str(folder)!r}: expected a JSON object and a table of tensors")
+    return HeadFile(_kind(folder, tensors), config, tensors)
+
+
+def _kind(folder: Path, tensors: Mapping[str, Tensor]) -> str:
+    if "midlayer.self_attn.q_proj.weight" in tensors:
+        return "eagle3"
+    if "fc.weight" in tensors and "layers.0.self_attn.q_proj.weight" in tensors and "lm_head.weight" not in tensors:
+        return "eagle"
+    raise InputError(f"the tensors in {str(folder)!r} are those of no EAGLE head: neither midlayer.* (EAGLE-3) nor "
+                     f"fc and layers.0.* (EAGLE-1) were found")  # fmt: skip
+
+
+def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_reads: tuple[int, ...]) -> Eagle | Eagle3:
+    """The drafter of a head's file, float32, over the target's embedding and output head.
+
+    Raises:
+        InputError: tensors are missing, unknown, misshapen or not finite, or do not fit the target's sizes.
+    """
+    reads = file.config.get("eyas_reads", list(default_reads))
+    if not isinstance(reads, list) or not all(isinstance(read, int) for read in reads):
+        raise InputError(f"the head's eyas_reads must be a list of layer numbers, got {reads!r}")
+    try:
+        if file.kind == "eagle":
+            return _build_eagle(file, embedding_VD, head_VD, tuple(reads[-1:]))
+        return _build_eagle3(file, embedding_VD, head_VD, tuple(reads))
+    except KeyError as error:
+        raise InputError(f"the head lacks {error.args[0]!r}") from error
+
+
+def _build_eagle(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: tuple[int, ...]) -> Eagle:
+    tensors = dict(file.tensors)
+    own_rows = tensors.pop("embed_tokens.weight", None)  # released files carry a copy of the target's rows
+    width, fc_width = tensors["fc.weight"].shape
+    if fc_width != 2 * width:
+        raise InputError(f"an EAGLE-1 head's fc is [D, 2D], got [{width}, {fc_width}]")
+    _check_width("EAGLE-1", width, head_VD.shape[1])
+    config = EagleConfig(
+        block=_block_config(file.config, tensors, "layers.0.", width),
+        reads=reads,
+        vocab_size=len(head_VD),
+        fc_bias="fc.bias" in tensors,
+    )
+    head = Eagle(config, embedding_VD if own_rows is None else own_rows.to(head_VD.dtype), head_VD)
+    _load(head, tensors, _EAGLE_NAMES)
+    return head
+
+
+def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: tuple[int, ...]) -> Eagle3:
+    tensors = dict(file.tensors)
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)  # a mask that trainers use; all of it follows from d2t
+    width, fc_width = tensors["fc.weight"].shape
+    if fc_width % len(reads):
+        raise InputError(f"the head fuses {fc_width} numbers, which are not {len(reads)} states of one width")
+    draft_size = len(tensors["lm_head.weight"])
+    own_embedding = "embed_tokens.weight" in tensors
+    vocab_size = len(tensors["embed_tokens.weight"]) if own_embedding else len(embedding_VD)
+    config = Eagle3Config(
+        block=_block_config(file.config, tensors, "midlayer.", width),
+        reads=reads,
+        target_width=fc_width // len(reads),
+        vocab_size=vocab_size,
+        draft_vocab_size=draft_size,
+        own_embedding=own_embedding,
+    )
+    if not own_embedding:
+        _check_width("EAGLE-3", width, embedding_VD.shape[1])
+    head = Eagle3(config, embedding_VD, head_VD, _draft_vocabulary(offsets, draft_size, vocab_size))
+    _load(head, tensors, _EAGLE3_NAMES)
+    return head
+
+
+def _draft_vocabulary(offsets: Tensor | None, draft_size: int, vocab_size: int) -> Tensor | None:
+    """Target ids of the draft vocabulary: draft id + offset, the form in which `d2t` is stored."""
+    if draft_size == vocab_size and (offsets is None or not offsets.any()):
+        return None
+    if offsets is None:
+        raise InputError(f"the head drafts over {draft_size} of {vocab_size} tokens and has no d2t to say which")
+    if offsets.shape != (draft_size,):
+        raise InputError(f"d2t has shape {list(offsets.shape)}, and the head drafts over {draft_size} tokens")
+    ids_Q = torch.arange(draft_size) + offsets.long()
+    if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= vocab_size or len(ids_Q.unique()) != draft_size:
+        raise InputError(f"d2t names tokens outside 0 to {vocab_size - 1}, or one token twice")
+    return ids_Q
+
+
+def _block_config(
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], prefix: str, width: int
+) -> BlockConfig:
+    q_rows, attention_width = tensors[f"{prefix}self_attn.q_proj.weight"].shape
+    k_rows = len(tensors[f"{prefix}self_attn.k_proj.weight"])
+    heads = int(_number(config, "num_attention_heads"))
+    if q_rows % heads or k_rows % (q_rows // heads):
+        raise InputError(f"q_proj has {q_rows} rows and k_proj {k_rows}, which do not divide into {heads} heads")
+    return BlockConfig(
+        width=width,
+        attention_width=attention_width,
+        heads=heads,
+        kv_heads=k_rows // (q_rows // heads),
+        head_dim=q_rows // heads,
+        ffn_width=len(tensors[f"{prefix}mlp.gate_proj.weight"]),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        rope_theta=_number(config, "rope_theta", 10000.0),  # released heads without the key were trained with 10000
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in tensors,
+    )
+
+
+def _number(config: Mapping[str, object], key: str, default: float | None = None) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        raise InputError(f"the head's config.json needs a positive number {key!r}, got {value!r}")
+    return float(value)
+
+
+def _check_width(kind: str, width: int, target_width: int) -> None:
+    if width != target_width:
+        raise InputError(f"this {kind} head is {width} wide and shares the embedding of its target, which is "
+                         f"{target_width} wide: it was made for another target")  # fmt: skip
+
+
+def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    wanted = {official_name(key, names): tensor for key, tensor in head.state_dict().items()}
+    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing or unknown:
+        raise InputError(f"the head's tensors do not match: missing {missing or 'none'}, unknown {unknown or 'none'}")
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
+            raise InputError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name].shape)}")
+        if not bool(tensor.isfinite().all()):
+            raise InputError(f"{name} holds values that are not finite")
+    head.load_state_dict({key: tensors[official_name(key, names)].float() for key in head.state_dict()})
+
+
+def official_name(key: str, names: Mapping[str, str]) -> str:
+    """Our parameter name in the official layout."""
+    prefix = next(prefix for prefix in names if key.startswith(prefix))
+    return names[prefix] + key.removeprefix(prefix)
+
+
+def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], dtype: torch.dtype) -> None:
+    """A head in the official layout, with what eyas records besides (`extra`) in its config; files land whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        official_name(key, _NAMES[head.kind]): tensor.detach().to(dtype).contiguous().cpu()
+        for key, tensor in head.state_dict().items()
+    }
+    block = head.config.block
+    config: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "eyas_kind": head.kind,
+        "eyas_reads": list(head.reads),
+        "eyas_reads_meaning": "indices of transformers' hidden_states: i enters layer i, the last is after the final norm",
+        "hidden_size": block.width,
+        "intermediate_size": block.ffn_width,
+        "num_attention_heads": block.heads,
+        "num_key_value_heads": block.kv_heads,
+        "head_dim": block.head_dim,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": block.norm_eps,
+        "rope_theta": block.rope_theta,
+        "vocab_size": head.config.vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **extra,
+    }
+    if isinstance(head, Eagle):
+        config |= {"bias": head.config.fc_bias, "qkv_bias": block.qkv_bias}
+    else:
+        config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
+        ids_Q = head.draft_vocabulary_Q
+        if ids_Q is not None:
+            tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))
+            tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids_Q, True)
+    temporary = folder / "model.safetensors.tmp"
+    save_file(tensors, temporary)
+    temporary.rename(folder / "model.safetensors")
+    temporary = folder / "config.json.tmp"
+    temporary.write_text(json.dumps(config, indent=2) + "\n")
+    temporary.rename(folder / "config.json")

@@ -1,0 +1,145 @@
+"""What happened, in numbers: all of them computed from `Round`s.
+
+tau counts what one target forward is worth: tokens after the first, over forwards after the prompt's own. A divergence
+between speculative and plain output is either explained by the back end's rounding, measured on the spot, or a bug.
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from eyas.generate import Round
+from eyas.sampling import Sampling
+from eyas.targets.base import Target
+from eyas.tree import Tree
+
+CacheT = TypeVar("CacheT")
+
+# How far a logit may move when the same model computes it in another batch shape. Measured on the demo target, with a
+# factor of about four to spare; a larger difference is no rounding and makes a divergence unexplained.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2.0, torch.float16: 0.25}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer and how it came about."""
+
+    rounds: list[Round]
+    seconds: float  # prompt included
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for round_ in self.rounds for token in round_.tokens]
+
+
+def timed(rounds: Iterator[Round]) -> Answer:
+    """Run a generation to its end."""
+    start = time.perf_counter()
+    collected = list(rounds)
+    return Answer(collected, time.perf_counter() - start)
+
+
+def target_forwards(answers: Sequence[Answer]) -> int:
+    """Forwards of the target, the prompts' own left out."""
+    return sum(len(answer.rounds) - 1 for answer in answers)
+
+
+def tau(answers: Sequence[Answer]) -> float | None:
+    """Mean tokens per target forward; None where there was no forward after the prompts'."""
+    forwards = target_forwards(answers)
+    delivered = sum(len(answer.tokens) for answer in answers) - len(answers)
+    return delivered / forwards if forwards else None
+
+
+def alpha_by_depth(answers: Sequence[Answer]) -> list[float]:
+    """Per depth: of the draws at a node that had candidates below it, the share that hit one (first entry: depth 1)."""
+    tried: list[int] = []
+    hit: list[int] = []
+    for round_ in (round_ for answer in answers for round_ in answer.rounds):
+        if round_.tree is None:
+            continue
+        for depth in range(len(round_.tokens)):  # one draw for each delivered token, at the nodes of the path
+            if not round_.tree.children(round_.path[depth]):
+                break
+            if depth == len(tried):
+                tried.append(0)
+                hit.append(0)
+            tried[depth] += 1
+            hit[depth] += len(round_.path) > depth + 1
+    return [h / t for h, t in zip(hit, tried, strict=True)]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where speculative output left plain output, and whether rounding accounts for it."""
+
+    position: int  # in the answer, counted from 0
+    plain_token: int | None  # None: this side had ended
+    token: int | None
+    gap: float | None  # how close the decision was
+    difference: float | None  # how far the two computations of the same logits lie apart
+    explained: bool
+
+
+def find_divergence(
+    target: Target[CacheT], prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling
+) -> Divergence | None:
+    """Compare two answers; recompute both sides' logits at the first difference (architecture, losslessness 6).
+
+    Explained means: the two computations differ by no more than the dtype's rounding, and the decision between the two
+    tokens is closer than twice that difference.
+    """
+    ours, theirs = other.tokens, plain.tokens
+    if ours == theirs:
+        return None
+    position = next(i for i in range(len(ours) + 1) if ours[i : i + 1] != theirs[i : i + 1])
+    if position >= min(len(ours), len(theirs)):
+        ended = (None if position >= len(side) else side[position] for side in (theirs, ours))
+        return Divergence(position, *ended, None, None, explained=False)
+    plain_token, token = theirs[position], ours[position]
+    plain_V = _replayed_logits(target, prompt, plain, position)
+    other_V = _replayed_logits(target, prompt, other, position)
+    difference = float((plain_V - other_V).abs().max())
+    gap = _gap(plain_V, other_V, plain_token, token, sampling, len(prompt) + position)
+    scale = sampling.temperature or 1.0
+    explained = gap <= 2 * difference / scale and difference <= ROUNDING[target.spec.dtype]
+    return Divergence(position, plain_token, token, gap, difference, explained)
+
+
+def _replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answer, position: int) -> Tensor:
+    """The logits from which `answer` drew its token at `position`, computed again by the same forwards."""
+    cache = target.new_cache()
+    tree, delivered = Tree.chain(prompt), 0
+    for round_ in answer.rounds:
+        is_prompt = round_.tree is None
+        tree = Tree.chain(prompt) if round_.tree is None else round_.tree
+        verified = target.verify([(cache, tree)], last_only=is_prompt)[0]
+        if position < delivered + len(round_.tokens):
+            row = -1 if is_prompt else round_.path[position - delivered]
+            return verified.logits_NV[row].to(torch.float64)
+        target.keep(cache, range(len(tree)) if is_prompt else round_.path)
+        delivered += len(round_.tokens)
+    raise AssertionError(f"the answer has {delivered} tokens, none at {position}")
+
+
+def _gap(plain_V: Tensor, other_V: Tensor, plain_token: int, token: int, sampling: Sampling, position: int) -> float:
+    """How close the choice between the two tokens was: by score, or by the filters' cut where one of them fell to it."""
+    gaps = []
+    for logits_V in (plain_V, other_V):
+        survivors, keyed = sampling.keyed_scores(logits_V, position)
+        score = dict(zip(survivors.tolist(), keyed.tolist(), strict=True))
+        if plain_token in score and token in score:
+            gaps.append(abs(score[plain_token] - score[token]))
+        else:
+            cut_V = sampling.scores(logits_V)
+            lowest = float((logits_V[cut_V > -torch.inf] / (sampling.temperature or 1.0)).min())
+            lost = [t for t in (plain_token, token) if t not in score]
+            gaps.append(max(lowest - float(logits_V[t]) / (sampling.temperature or 1.0) for t in lost))
+    return min(gaps)

@@ -1,0 +1,220 @@
+"""Text in, text out: a target with its tokenizer, a drafter and a tree, behind `eyas.load`.
+
+The only room that knows both tokenizers and the round loop. Refuses to know command lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from eyas.checkpoint import DTYPES, load_head, load_target
+from eyas.drafters.base import Drafter
+from eyas.drafters.layers import DraftState
+from eyas.errors import InputError
+from eyas.generate import Round, generate, generate_plain
+from eyas.measure import Answer, tau, timed
+from eyas.policies import Policy, parse_policy
+from eyas.sampling import Sampling
+from eyas.targets.eager import EagerTarget
+from eyas.verify import FinishReason, Stop
+
+AUTO_TREE = "dynamic:levels=4,top_k=4,nodes=10"  # stated default until a tree has been tuned: small, for CPUs
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Output:
+    """One answer."""
+
+    text: str  # ends before a stop string; no special tokens
+    token_ids: list[int]  # the end token and the token that completed a stop string included
+    prompt_tokens: int
+    finish_reason: FinishReason
+    tau: float | None
+    rounds: list[Round]
+    seconds: float  # prompt included, loading excluded
+
+
+class TextStream:
+    """The text of an answer as its rounds arrive: never half a character, never a stop string or its beginning."""
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def feed(self, round_: Round) -> str:
+        """What this round adds to the text; the last round adds all that was held back."""
+        self._tokens += round_.tokens
+        text = self._stop.decode(self._tokens)
+        cut = self._stop.cut(text)
+        if cut is not None:
+            text = cut
+        elif round_.finish_reason is None:
+            text = text.rstrip("\ufffd")  # bytes of a character that is not complete yet
+            held_back = max((len(string) - 1 for string in self._stop.strings), default=0)
+            text = text[: max(len(text) - held_back, len(self._shown))]
+        piece, self._shown = text[len(self._shown) :], text
+        return piece
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `eyas.load` returns."""
+
+    target: EagerTarget
+    tokenizer: PreTrainedTokenizerBase
+    drafter: Drafter[DraftState] | None
+    policy: Policy
+
+    def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
+        """Token ids of a text, a conversation or ids; a text is a user's turn where the model has a chat template.
+
+        Raises:
+            InputError: an empty prompt, a conversation for a model without a template, ids outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise InputError("the prompt is empty: it must hold at least one character")
+            if chat is None:
+                chat = self.tokenizer.chat_template is not None
+            if not chat:
+                return list(self.tokenizer(prompt).input_ids)
+            prompt = [Message(role="user", content=prompt)]
+        if len(prompt) == 0:
+            raise InputError("the prompt is empty: it must hold at least one token or message")
+        if isinstance(prompt[0], int):
+            return self._checked_ids(prompt)
+        if self.tokenizer.chat_template is None:
+            raise InputError("the target has no chat template: give a text (--raw) instead of a conversation")
+        return list(self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False))
+
+    def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop, plain: bool = False) -> Iterator[Round]:
+        """The rounds of one answer, as they happen; `plain` leaves the drafter out."""
+        if plain or self.drafter is None:
+            return generate_plain(self.target, ids, sampling, stop)
+        return generate(self.target, self.drafter, self.policy, ids, sampling, stop)
+
+    def stopping(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Stop:
+        """A `Stop` with this model's end tokens and tokenizer."""
+        return Stop(max_new_tokens, self.target.spec.eos_ids, tuple(stop), self.decode)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        chat: bool | None = None,
+    ) -> Output:
+        """One answer to one prompt.
+
+        Raises:
+            InputError: the prompt or a setting is outside what is accepted.
+        """
+        ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
+        answer = timed(self.rounds(ids, Sampling(temperature, top_k, top_p, seed), stopping))
+        return self.output(answer, len(ids), stopping)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        chat: bool | None = None,
+    ) -> Iterator[str]:
+        """The text of `generate` piece by piece, whole characters only. Raises what `generate` raises."""
+        ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
+        text = TextStream(stopping)
+        for round_ in self.rounds(ids, Sampling(temperature, top_k, top_p, seed), stopping):
+            yield text.feed(round_)
+
+    def output(self, answer: Answer, prompt_tokens: int, stop: Stop) -> Output:
+        """An answer's rounds as an `Output`."""
+        text = self.decode(answer.tokens)
+        cut = stop.cut(text)
+        reason = answer.rounds[-1].finish_reason
+        assert reason is not None, "a finished answer has a reason"
+        return Output(
+            text=text if cut is None else cut,
+            token_ids=answer.tokens,
+            prompt_tokens=prompt_tokens,
+            finish_reason=reason,
+            tau=tau([answer]),
+            rounds=answer.rounds,
+            seconds=answer.seconds,
+        )
+
+    def _checked_ids(self, prompt: Sequence[object]) -> list[int]:
+        size = self.target.spec.vocab_size
+        ids = [token for token in prompt if isinstance(token, int) and 0 <= token < size]
+        if len(ids) != len(prompt):
+            raise InputError(f"token ids must be integers between 0 and {size - 1}")
+        return ids
+
+
+def load(
+    target: str,
+    head: str | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    tree: str = "auto",
+) -> Model:
+    """A model that decodes with a head.
+
+    Arguments:
+        target: a folder in transformers format, a GGUF file, or "smollm2".
+        head: a head's folder, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None for plain decoding.
+        dtype: "float32" (default), "bfloat16" or "float64".
+        tree: "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
+
+    Raises:
+        InputError: one of them is unknown, broken, or does not fit the others.
+    """
+    policy = parse_policy(AUTO_TREE if tree == "auto" else tree)
+    chosen = parse_dtype(dtype)
+    loaded, tokenizer = load_target(target, chosen)
+    drafter = None if head is None else load_head(head, loaded)
+    return Model(loaded, tokenizer, drafter, policy)
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
+    """A torch dtype by name.
+
+    Raises:
+        InputError: a dtype that the back end does not run.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype is None:
+        return torch.float32
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {dtype!r}: give one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]

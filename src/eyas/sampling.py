@@ -1,0 +1,112 @@
+"""From logits and the prefix to a token: the only place where eyas draws.
+
+Greedy at temperature 0. Above that, Gumbel-max with keyed noise: the draw depends on (seed, sample, position,
+token id) alone, so speculative and plain decoding draw the same token from the same distribution, and losslessness
+is an equality. Gumbel-max: argmax(logit + g) with g = -log(-log u) has the law of the softmax (Gumbel 1954; Maddison
+et al. 2014, arXiv 1411.0030). Decisions are made in float32 or better, and equal scores go to the lowest token id.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64's own shift copies the sign bit
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, whose products wrap like uint64's."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor) -> Tensor:
+    """Float64 Gumbel noise for `tokens` (int64, any shape): a pure function of its arguments, 53 bits a draw."""
+    key = torch.tensor([0], dtype=torch.int64, device=tokens.device)
+    for part in (seed, sample, position):
+        key = _mix(key + _GOLDEN + part)
+    bits = _shift_right(_mix(_mix(tokens * _GOLDEN + key)), 11)
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's logits become one token.
+
+    Arguments:
+        temperature: 0 takes the best token; above 0 samples.
+        top_k: keep the k best tokens (and those that tie with the k-th); 0 keeps all.
+        top_p: keep the smallest set of best tokens whose probability reaches p; 1 keeps all.
+        seed, sample: the key of the noise, together with the position and the token id.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    sample: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be a number of at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+
+    def scores(self, logits_V: Tensor) -> Tensor:
+        """Filtered scores in transformers' order (temperature, top-k, top-p): -inf where a token is ruled out."""
+        scores_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
+        if self.temperature == 0:
+            return scores_V
+        scores_V = scores_V / self.temperature
+        if 0 < self.top_k < scores_V.numel():
+            cut = scores_V.topk(self.top_k).values[-1]
+            scores_V = scores_V.masked_fill(scores_V < cut, -math.inf)
+        if self.top_p < 1:
+            best, order = scores_V.sort(descending=True, stable=True)
+            p = best.softmax(-1)
+            mass_before = p.cumsum(-1) - p
+            scores_V = scores_V.index_fill(0, order[mass_before >= self.top_p], -math.inf)
+        return scores_V
+
+    def keyed_scores(self, logits_V: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """What the draw compares: surviving token ids (ascending) and their scores, noise included."""
+        scores_V = self.scores(logits_V)
+        survivors = torch.nonzero(scores_V > -math.inf).flatten()
+        keyed = scores_V[survivors].to(torch.float64)
+        if self.temperature > 0:
+            keyed = keyed + gumbel_noise(self.seed, self.sample, position, survivors)
+        return survivors, keyed
+
+    def draw(self, logits_V: Tensor, position: int) -> int:
+        """The token at absolute `position` (the length of the prefix before it).
+
+        Raises:
+            FloatingPointError: the logits hold NaN, or nothing but -inf: no token can be drawn from them.
+        """
+        survivors, keyed = self.keyed_scores(logits_V, position)
+        if survivors.numel() == 0 or bool(keyed.isnan().any()) or bool(logits_V.isnan().any()):
+            raise FloatingPointError(f"the target's logits at position {position} are not numbers")
+        return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])

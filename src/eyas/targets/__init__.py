@@ -1,0 +1,1 @@
+"""Back ends of the target model behind one seam (`base.Target`)."""

@@ -1,0 +1,185 @@
+"""An unmodified transformers model behind `Target`: one forward verifies a tree.
+
+The tree reaches the model as a 4-D mask (whole prefix, ancestors, itself) and as positions (cache length + depth);
+nothing inside the model is patched. Keys and values live in a cache of our own, which grows in place and drops
+rejected nodes by moving only the accepted rows. Refuses to know drafters, policies and sampling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eyas.targets.base import Target, TargetSpec, Verified
+from eyas.targets.families import family_of
+from eyas.tree import Tree
+
+_GROWTH = 256  # rows added to a cache at a time
+
+
+class EagerCache:
+    """Keys and values of one sequence: `length` rows that are kept, then `pending` rows of the tree under test."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.pending = 0
+        self.layers: list[tuple[Tensor, Tensor]] = []  # per layer, keys and values [1, kv heads, rows, head_dim]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the new rows behind the kept ones; returns views of all rows, old and new."""
+        end = self.length + keys.shape[2]
+        if layer == len(self.layers):
+            self.layers.append((keys.new_empty(0), values.new_empty(0)))
+        stored = self.layers[layer]
+        if stored[0].numel() == 0 or stored[0].shape[2] < end:
+            stored = self._grow(stored, keys, end)
+            self.layers[layer] = stored
+        for buffer, new in zip(stored, (keys, values), strict=True):
+            buffer[:, :, self.length : end] = new
+        return stored[0][:, :, :end], stored[1][:, :, :end]
+
+    def _grow(self, stored: tuple[Tensor, Tensor], like: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        shape = (*like.shape[:2], rows + _GROWTH, like.shape[3])
+        grown = (like.new_empty(shape), like.new_empty(shape))
+        if self.length:
+            for new, old in zip(grown, stored, strict=True):
+                new[:, :, : self.length] = old[:, :, : self.length]
+        return grown
+
+
+class _BatchedCache:
+    """What the model sees as its cache during one forward: the caches of all items, padded to one shape.
+
+    With one item nothing is copied. Of a padded row only the item's own nodes are stored.
+    """
+
+    def __init__(self, caches: Sequence[EagerCache], num_nodes: Sequence[int]) -> None:
+        self.caches = caches
+        self.num_nodes = num_nodes
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(cache.length for cache in self.caches)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if len(self.caches) == 1:
+            return self.caches[0].write(layer_idx, key_states, value_states)
+        rows = [
+            cache.write(layer_idx, key_states[i : i + 1, :, :n], value_states[i : i + 1, :, :n])
+            for i, (cache, n) in enumerate(zip(self.caches, self.num_nodes, strict=True))
+        ]
+        total = max(keys.shape[2] for keys, _ in rows)
+        keys = key_states.new_zeros(len(rows), key_states.shape[1], total, key_states.shape[3])
+        values = torch.zeros_like(keys)
+        for i, (k, v) in enumerate(rows):
+            keys[i : i + 1, :, : k.shape[2]] = k
+            values[i : i + 1, :, : v.shape[2]] = v
+        return keys, values
+
+
+class EagerTarget(Target[EagerCache]):
+    """A causal language model of transformers, on the CPU or on CUDA."""
+
+    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+        config = model.config
+        rope = config.rope_parameters
+        family_of(config.model_type, rope)
+        model.set_attn_implementation("sdpa")  # flash attention takes no 4-D mask
+        self.model = model.eval().requires_grad_(False)
+        eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        heads = config.num_attention_heads
+        self.spec = TargetSpec(
+            name=name or config.name_or_path,
+            family=config.model_type,
+            num_layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            num_heads=heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim or config.hidden_size // heads,
+            ffn_width=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            norm_eps=config.rms_norm_eps,
+            rope_theta=float(rope["rope_theta"]),
+            max_length=config.max_position_embeddings,
+            eos_ids=eos_ids,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        # transformers renamed the argument between the versions that eyas supports
+        names = inspect.signature(model.base_model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    def new_cache(self) -> EagerCache:
+        return EagerCache()
+
+    @torch.inference_mode()
+    def verify(
+        self, items: Sequence[tuple[EagerCache, Tree]], reads: Sequence[int] = (), last_only: bool = False
+    ) -> list[Verified]:
+        caches, trees = [cache for cache, _ in items], [tree for _, tree in items]
+        num_nodes = [len(tree) for tree in trees]
+        device = self.spec.device
+        tokens_BN = torch.zeros(len(items), max(num_nodes), dtype=torch.int64)
+        positions_BN = torch.zeros_like(tokens_BN)
+        for i, (cache, tree) in enumerate(items):
+            tokens_BN[i, : len(tree)] = torch.tensor(tree.tokens)
+            positions_BN[i, : len(tree)] = cache.length + torch.tensor(tree.depths)
+        output = self.model.base_model(
+            input_ids=tokens_BN.to(device),
+            attention_mask=_tree_mask(caches, trees).to(device),
+            position_ids=positions_BN.to(device),
+            use_cache=True,
+            output_hidden_states=len(reads) > 0,
+            **{self._cache_argument: _BatchedCache(caches, num_nodes)},
+        )
+        results = []
+        for i, (cache, n) in enumerate(zip(caches, num_nodes, strict=True)):
+            cache.pending = n
+            final_ND = output.last_hidden_state[i, n - 1 : n] if last_only else output.last_hidden_state[i, :n]
+            hidden = [output.hidden_states[read][i, :n] for read in reads]
+            hidden_NLD = torch.stack(hidden, dim=1) if hidden else final_ND.new_empty(n, 0, self.spec.width)
+            results.append(Verified(self.model.lm_head(final_ND), hidden_NLD))
+        return results
+
+    @torch.inference_mode()
+    def keep(self, cache: EagerCache, path: Sequence[int]) -> None:
+        assert len(path) <= cache.pending and all(node < cache.pending for node in path), (path, cache.pending)
+        old = cache.length
+        first_moved = next((i for i, node in enumerate(path) if node != i), len(path))
+        if first_moved < len(path):
+            source = torch.tensor(path[first_moved:], device=self.spec.device) + old
+            for keys, values in cache.layers:
+                for buffer in (keys, values):
+                    buffer[:, :, old + first_moved : old + len(path)] = buffer[:, :, source]
+        cache.length = old + len(path)
+        cache.pending = 0
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_VD(self) -> Tensor:
+        return self.model.get_output_embeddings().weight
+
+
+def _tree_mask(caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor:
+    """[B, 1, N, past + N] bool, True where a node may look: its whole prefix, its ancestors and itself.
+
+    Padding nodes look at column 0, since a row that sees nothing has no softmax; nobody reads their result.
+    """
+    rows = max(len(tree) for tree in trees)
+    columns = max(cache.length + len(tree) for cache, tree in zip(caches, trees, strict=True))
+    mask = torch.zeros(len(trees), 1, rows, columns, dtype=torch.bool)
+    for i, (cache, tree) in enumerate(zip(caches, trees, strict=True)):
+        n, past = len(tree), cache.length
+        mask[i, 0, :n, :past] = True
+        mask[i, 0, :n, past : past + n] = tree.ancestor_mask()
+        mask[i, 0, n:, 0] = True
+    return mask

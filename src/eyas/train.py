@@ -1,0 +1,282 @@
+"""Training: batches of the target's own answers -> drafter.loss -> AdamW -> a head's folder.
+
+One loop for every kind of head; the objectives live with the heads. Float32 master weights, products in the target's
+dtype. Everything that a step does follows from (seed, step), so a run that was stopped goes on bit for bit. Refuses to
+know how states are made (`features`) and how heads are laid out on disk (`formats`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from eyas.data import Sequence
+from eyas.drafters.base import Batch
+from eyas.drafters.eagle import Eagle, EagleConfig
+from eyas.drafters.eagle3 import Eagle3, Eagle3Config
+from eyas.drafters.layers import BlockConfig
+from eyas.errors import InputError
+from eyas.features import Features
+from eyas.targets.eager import EagerTarget
+from eyas.targets.families import default_reads
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A recipe; every default works on a laptop."""
+
+    steps: int = 1000  # optimiser steps
+    sequences: int = 4  # per step; at this scale steps are scarcer than tokens, so batches are small
+    learning_rate: float = 6e-4  # peak, reached after the warm-up, then a cosine down to a tenth
+    warmup: int = 50  # steps
+    weight_decay: float = 0.0
+    clip: float = 0.5  # largest norm of the gradient
+    seed: int = 0
+    checkpoint_every: int = 100  # steps between resumable states
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequences", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0 or self.warmup < 0:
+            raise InputError(f"the learning rate must be above 0 and the warm-up at least 0 steps, got "
+                             f"{self.learning_rate} and {self.warmup}")  # fmt: skip
+
+
+def draft_vocabulary(sequences: Seq[Sequence], size: int, special_ids: Seq[int]) -> tuple[Tensor, float]:
+    """The `size` most frequent answer tokens, the special ones forced in, ascending; and their share of answer tokens.
+
+    Fewer distinct tokens than `size` are filled up with the lowest ids that are left, so the size is as asked.
+    """
+    counts = Counter(token for s in sequences for token in s.tokens[s.answer_start :])
+    frequent = sorted(counts, key=lambda token: (-counts[token], token))
+    chosen = dict.fromkeys([*special_ids, *frequent][:size])
+    filler = (token for token in range(size + len(chosen)) if token not in chosen)
+    while len(chosen) < size:
+        chosen[next(filler)] = None
+    covered = sum(counts[token] for token in chosen) / max(counts.total(), 1)
+    return torch.tensor(sorted(chosen)), covered
+
+
+def new_head(
+    kind: str, target: EagerTarget, vocabulary_Q: Tensor | None = None, steps: int = 7, noise: float = 0.1
+) -> Eagle | Eagle3:
+    """An untrained head that starts from the target's last layer, its fusion from the identity on the highest state.
+
+    `steps` and `noise` are the objectives' own (training-time test, feature noise).
+    """
+    spec = target.spec
+    block = BlockConfig(
+        width=spec.width,
+        attention_width=spec.width if kind == "eagle" else 2 * spec.width,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        ffn_width=spec.ffn_width,
+        norm_eps=spec.norm_eps,
+        rope_theta=spec.rope_theta,
+    )
+    layer = {key: value.detach().float() for key, value in target.model.base_model.layers[-1].state_dict().items()}
+    input_norm_D = layer["input_layernorm.weight"]
+    identity_DD = torch.eye(spec.width)
+    if kind == "eagle":
+        config = EagleConfig(block, (spec.num_layers,), spec.vocab_size, noise=noise)
+        head = Eagle(config, target.embedding_VD, target.head_VD)
+        fc = torch.cat((head.fc.weight.detach()[:, : spec.width], identity_DD), dim=1)
+        # this block has no norm before its attention: fold the layer's into its projections
+        qkv = {name: layer[f"self_attn.{name}_proj.weight"] * input_norm_D for name in "qkv"}
+        start = {"fc.weight": fc, "fc.bias": torch.zeros(spec.width)}
+    else:
+        reads = default_reads(spec.num_layers)
+        size = spec.vocab_size if vocabulary_Q is None else len(vocabulary_Q)
+        config = Eagle3Config(block, reads, spec.width, spec.vocab_size, size, steps=steps)
+        head = Eagle3(config, target.embedding_VD, target.head_VD, vocabulary_Q)
+        fc = torch.cat((*[torch.zeros_like(identity_DD)] * (len(reads) - 1), identity_DD), dim=1)
+        rows = slice(None) if vocabulary_Q is None else vocabulary_Q
+        qkv = {name: _behind(layer[f"self_attn.{name}_proj.weight"]) for name in "qkv"}
+        start = {
+            "fc.weight": fc,
+            "hidden_norm.weight": input_norm_D,
+            "norm.weight": target.model.base_model.norm.weight.detach().float(),
+            "lm_head.weight": target.head_VD[rows].detach().float(),
+        }
+    start |= {f"block.self_attn.{name}_proj.weight": weight for name, weight in qkv.items()}
+    start |= {f"block.{key}": value for key, value in layer.items() if f"block.{key}" not in start and key != "input_layernorm.weight"}
+    head.load_state_dict({**head.state_dict(), **start})
+    return head
+
+
+def _behind(weight: Tensor) -> Tensor:
+    """A projection of the hidden half of [embedding, hidden]; small weights on the embedding, which it never read."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.cat((torch.randn(weight.shape, generator=generator) * 0.01, weight), dim=1)
+
+
+def make_batch(features: Features, numbers: Seq[int], reads: Seq[int], seed: int) -> Batch:
+    """Examples by number as one padded batch; the last state of the store is the target's final one."""
+    examples = features.batch(numbers)
+    columns = [features.reads.index(read) for read in reads]
+    states = [example.states_TLD[:, columns] for example in examples]
+    final = [example.states_TLD[:, -1] for example in examples]
+    tokens = [torch.tensor(example.sequence.tokens) for example in examples]
+    return Batch(
+        tokens_BT=pad_sequence(tokens, batch_first=True),
+        lengths_B=torch.tensor([len(t) for t in tokens]),
+        starts_B=torch.tensor([example.sequence.answer_start for example in examples]),
+        states_BTLD=pad_sequence(states, batch_first=True),
+        final_BTD=pad_sequence(final, batch_first=True),
+        seed=seed,
+    )
+
+
+class Trainer:
+    """A head, its optimiser and the step it stands at."""
+
+    def __init__(self, head: Eagle | Eagle3, features: Features, config: TrainConfig, dtype: torch.dtype) -> None:
+        self.head, self.features, self.config, self.dtype = head.float().train(), features, config, dtype
+        self.optimiser = torch.optim.AdamW(
+            head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+        )
+        self.step = 0
+        self.tokens_seen = 0
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, then a cosine from the peak to a tenth of it."""
+        c = self.config
+        if self.step < c.warmup:
+            return c.learning_rate * (self.step + 1) / c.warmup
+        progress = (self.step - c.warmup) / max(1, c.steps - c.warmup)
+        return c.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
+
+    def train_step(self) -> dict[str, float]:
+        """One optimiser step; its metrics."""
+        batch = make_batch(self.features, self._numbers(), self.head.reads, self.config.seed + self.step)
+        loss, metrics = self._loss(batch)
+        if not bool(loss.isfinite()):
+            raise FloatingPointError(f"the loss is not finite at step {self.step}")
+        self.optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.config.clip)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimiser.step()
+        self.step += 1
+        self.tokens_seen += int(batch.lengths_B.sum())
+        return {"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}}
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        # masters stay float32; the products run on copies in the target's dtype, and gradients flow back through the cast
+        weights = {name: weight.to(self.dtype) for name, weight in self.head.named_parameters()}
+        return functional_call(self.head, weights, (batch,))
+
+    def _numbers(self) -> list[int]:
+        """Which examples this step sees: every epoch is a permutation of its own."""
+        count, total = self.config.sequences, len(self.features)
+        first = self.step * count
+        numbers = []
+        for place in range(first, first + count):
+            epoch, offset = divmod(place, total)
+            if not numbers or offset == 0:
+                generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+                order = torch.randperm(total, generator=generator)
+            numbers.append(int(order[offset]))
+        return numbers
+
+    @torch.no_grad()
+    def evaluate(self, features: Features) -> dict[str, float]:
+        """Mean metrics over held-out examples."""
+        totals: Counter[str] = Counter()
+        batches = [range(i, min(i + self.config.sequences, len(features))) for i in range(0, len(features), self.config.sequences)]
+        for numbers in batches:
+            loss, metrics = self._loss(make_batch(features, list(numbers), self.head.reads, 0))
+            totals.update({"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}})
+        return {name: value / len(batches) for name, value in totals.items()}
+
+    def save(self, path: Path) -> None:
+        """Everything that a run needs to go on, in one file, whole or not at all."""
+        tensors = {f"weight.{name}": weight.detach() for name, weight in self.head.named_parameters()}
+        for name, weight in self.head.named_parameters():
+            for key, value in self.optimiser.state.get(weight, {}).items():
+                tensors[f"{key}.{name}"] = value
+        progress = {"step": self.step, "tokens_seen": self.tokens_seen, "config": asdict(self.config)}
+        temporary = path.with_suffix(".tmp")
+        save_file(tensors, temporary, metadata={"progress": json.dumps(progress)})
+        temporary.rename(path)
+
+    def restore(self, path: Path) -> None:
+        """Go on where `save` stopped.
+
+        Raises:
+            InputError: the file is broken, or its run had another recipe (the number of steps may grow).
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                progress = json.loads(file.metadata()["progress"])
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"cannot resume from {path}: {error}") from error
+        old = TrainConfig(**progress["config"])
+        if replace(old, steps=self.config.steps, checkpoint_every=self.config.checkpoint_every) != self.config:
+            raise InputError(f"cannot resume from {path}: it was trained with {old}, and {self.config} was asked for")
+        self.step, self.tokens_seen = progress["step"], progress["tokens_seen"]
+        for name, weight in self.head.named_parameters():
+            weight.data.copy_(tensors[f"weight.{name}"])
+            self.optimiser.state[weight] = {
+                key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
+            }
+
+
+def run(trainer: Trainer, out: Path, held_out: Features | None = None) -> dict[str, float]:
+    """Train to the end with a progress bar; resumable state and a log of metrics lie in `out`. The last metrics.
+
+    Ctrl-C saves the state first, so the same command with `--resume` goes on.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    state, log = out / "training.safetensors", out / "metrics.jsonl"
+    recent: dict[str, float] = {}
+    begun, first_step, first_tokens = time.perf_counter(), trainer.step, trainer.tokens_seen
+    total = trainer.config.steps
+    with tqdm(total=total, initial=first_step, unit="step", desc=f"train {trainer.head.kind}") as bar:
+        try:
+            while trainer.step < total:
+                for name, value in trainer.train_step().items():
+                    recent[name] = value if name not in recent else 0.95 * recent[name] + 0.05 * value
+                rate = (trainer.tokens_seen - first_tokens) / (time.perf_counter() - begun)
+                bar.set_postfix_str(f"loss {recent['loss']:.3f}, {_acceptance(recent)}, {rate:.0f} tokens/s")
+                bar.update()
+                if trainer.step % trainer.config.checkpoint_every == 0 or trainer.step == total:
+                    trainer.save(state)
+                    record = {"step": trainer.step, "tokens_seen": trainer.tokens_seen, "tokens_per_second": rate, **recent}
+                    if held_out is not None:
+                        held = trainer.evaluate(held_out)
+                        record |= {f"held_out_{name}": value for name, value in held.items()}
+                        tqdm.write(f"step {trainer.step}: held-out loss {held['loss']:.3f}, {_acceptance(held)}")
+                    with log.open("a") as file:
+                        file.write(json.dumps(record) + "\n")
+        except KeyboardInterrupt:
+            trainer.save(state)
+            raise
+    return recent
+
+
+def _acceptance(metrics: dict[str, float]) -> str:
+    """Simulated acceptance by depth, and the length of a chain that it would give (all depths before must hold)."""
+    rates = [value for name, value in sorted(metrics.items()) if name.startswith("accept_")]
+    length, reached = 1.0, 1.0
+    for rate in rates:
+        reached *= rate
+        length += reached
+    return f"acceptance {' '.join(f'{rate:.2f}' for rate in rates)} (chain {length:.2f})"

@@ -1,0 +1,80 @@
+"""The lossless rule: sample and descend.
+
+The children of a node are fixed before anything is drawn (top-k of the draft), so one token is drawn from the target's
+own distribution at each node; where it is a child, the walk goes there, else it ends and the token is emitted. The law
+is that of EAGLE's accept loop with a point-mass draft (EAGLE-2's official code), exact at every temperature, and needs
+no draft probabilities. With keyed noise it gives plain decoding's tokens one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from eyas.errors import InputError
+from eyas.sampling import Sampling
+from eyas.tree import Tree
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When an answer ends: an end token, a completed stop string, or a used-up budget, whichever comes first."""
+
+    max_new_tokens: int
+    eos_ids: tuple[int, ...] = ()
+    strings: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] = field(default=lambda tokens: "", repr=False)  # needed where there are strings
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not all(self.strings):
+            raise InputError("a stop string must not be empty")
+
+    def reason(self, generated: Sequence[int]) -> FinishReason | None:
+        """Why the answer ends after these tokens, if it does. Called after every token."""
+        if generated and generated[-1] in self.eos_ids:
+            return "stop"
+        if self.strings and self.cut(self.decode(list(generated))) is not None:
+            return "stop"
+        return "length" if len(generated) >= self.max_new_tokens else None
+
+    def cut(self, text: str) -> str | None:
+        """`text` before the first stop string in it; None where there is none."""
+        places = [place for place in (text.find(string) for string in self.strings) if place >= 0]
+        return text[: min(places)] if places else None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What the target says about a tree."""
+
+    path: list[int]  # nodes that hold: the root, then the accepted ones
+    tokens: list[int]  # emitted: the tokens of the accepted nodes, then the one that ended the walk
+    finish_reason: FinishReason | None
+
+
+def walk(tree: Tree, logits_NV: Tensor, sampling: Sampling, prefix: Sequence[int], num_prompt: int, stop: Stop) -> Walk:
+    """Descend from the root, one draw for every emitted token, none after the answer has ended.
+
+    `prefix` is prompt and answer up to and with the root's token, its first `num_prompt` tokens being the prompt;
+    `logits_NV[node]` is the target's distribution after `node`.
+    """
+    path = [0]
+    emitted: list[int] = []
+    generated = list(prefix[num_prompt:])
+    while True:
+        token = sampling.draw(logits_NV[path[-1]], position=len(prefix) + len(emitted))
+        emitted.append(token)
+        generated.append(token)
+        child = tree.child(path[-1], token)
+        if child is not None:
+            path.append(child)
+        reason = stop.reason(generated)
+        if child is None or reason is not None:
+            return Walk(path, emitted, reason)
