@@ -1,6 +1,6 @@
 """Official heads, read from their files, reproduce the numbers of the official implementation (tests/golden).
 
-Tolerances are those of tests/golden/README.md: hidden states, logits, keys and values 2e-5, scores 5e-5, integers exact.
+Tolerances are those of tests/golden/README.md: states, logits, keys and values 2e-5, scores 5e-5, integers exact.
 """
 
 from __future__ import annotations

@@ -48,6 +48,33 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A method's figures on a workload: one row of the JSON that `--json` prints."""
+
+    workload: str
+    method: str
+    head: str | None
+    tree: str | None
+    backend: str
+    dtype: str
+    temperature: float
+    seed: int
+    sequences: int
+    new_tokens: int
+    target_forwards: int
+    tau: float | None
+    alpha_by_depth: list[float]
+    tokens_per_second: float
+    speedup_vs_plain: float
+    identical: int  # sequences equal to plain decoding's
+    divergences: list[dict[str, object]]  # the first one of each sequence that is not
+    draft_ms: float
+    verify_ms: float
+    other_ms: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
 class Item:
     """One prompt of a workload."""
 
@@ -91,7 +118,7 @@ def _item(line: str, path: Path, number: int) -> Item:
 
 def compare(
     methods: Sequence[Method], items: Sequence[Item], workload: str, sampling: Sampling, max_new_tokens: int
-) -> tuple[list[dict[str, object]], list[list[Answer]]]:
+) -> tuple[list[Row], list[list[Answer]]]:
     """Run every method on every prompt; a row for each method, and the answers by method and prompt.
 
     `methods[0]` is plain decoding, which the others are compared with. Prompt i is sample i of the keyed noise.
@@ -133,43 +160,39 @@ def _row(
     plain: Sequence[Answer],
     divergences: list[dict[str, object]],
     sampling: Sampling,
-) -> dict[str, object]:
+) -> Row:
     rounds = [round_ for answer in answers for round_ in answer.rounds]
     speed, plain_speed = (
         sum(len(answer.tokens) for answer in side) / sum(answer.seconds for answer in side) for side in (answers, plain)
     )
-    return {
-        "workload": workload,
-        "method": method.name,
-        "head": method.head,
-        "tree": method.tree,
-        "backend": "eager",
-        "dtype": str(method.model.target.spec.dtype).removeprefix("torch."),
-        "temperature": sampling.temperature,
-        "seed": sampling.seed,
-        "sequences": len(answers),
-        "new_tokens": sum(len(answer.tokens) for answer in answers),
-        "target_forwards": target_forwards(answers),
-        "tau": tau(answers),
-        "alpha_by_depth": alpha_by_depth(answers),
-        "tokens_per_second": speed,
-        "speedup_vs_plain": speed / plain_speed,
-        "identical": len(answers) - len(divergences),
-        "divergences": divergences,
-        "draft_ms": sum(round_.draft_ms for round_ in rounds),
-        "verify_ms": sum(round_.verify_ms for round_ in rounds),
-        "other_ms": sum(round_.other_ms for round_ in rounds),
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
-
-
-def unexplained(rows: Sequence[dict[str, object]]) -> int:
-    """Divergences that rounding does not account for: bugs."""
-    return sum(
-        not divergence["explained"]
-        for row in rows
-        for divergence in row["divergences"]  # type: ignore[union-attr]
+    return Row(
+        workload=workload,
+        method=method.name,
+        head=method.head,
+        tree=method.tree,
+        backend="eager",
+        dtype=str(method.model.target.spec.dtype).removeprefix("torch."),
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        sequences=len(answers),
+        new_tokens=sum(len(answer.tokens) for answer in answers),
+        target_forwards=target_forwards(answers),
+        tau=tau(answers),
+        alpha_by_depth=alpha_by_depth(answers),
+        tokens_per_second=speed,
+        speedup_vs_plain=speed / plain_speed,
+        identical=len(answers) - len(divergences),
+        divergences=divergences,
+        draft_ms=sum(round_.draft_ms for round_ in rounds),
+        verify_ms=sum(round_.verify_ms for round_ in rounds),
+        other_ms=sum(round_.other_ms for round_ in rounds),
+        peak_memory_bytes=peak_memory_bytes(),
     )
+
+
+def unexplained(rows: Sequence[Row]) -> int:
+    """Divergences that rounding does not account for: bugs."""
+    return sum(not divergence["explained"] for row in rows for divergence in row.divergences)
 
 
 def peak_memory_bytes() -> int:
@@ -196,15 +219,17 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Rows for people."""
-    lines = [f"{'method':8} {'tree':40} {'tau':>5} {'tokens/s':>9} {'speed-up':>8} {'identical':>9}  draft/verify/rest"]
+    lines = [
+        f"{'method':8} {'tree':40} {'tau':>5} {'tokens/s':>9} {'speed-up':>8} {'identical':>9}  draft/verify/rest %"
+    ]
     for row in rows:
-        total = sum(float(row[key]) for key in ("draft_ms", "verify_ms", "other_ms"))  # type: ignore[arg-type]
-        shares = "/".join(f"{100 * float(row[k]) / total:.0f}" for k in ("draft_ms", "verify_ms", "other_ms"))  # type: ignore[arg-type]
-        tau_text = "-" if row["tau"] is None else f"{row['tau']:.2f}"
+        parts = (row.draft_ms, row.verify_ms, row.other_ms)
+        shares = "/".join(f"{100 * part / sum(parts):.0f}" for part in parts)
+        tau_text = "-" if row.tau is None else f"{row.tau:.2f}"
         lines.append(
-            f"{row['method']:8} {row['tree'] or '-':40} {tau_text:>5} {row['tokens_per_second']:9.1f} "
-            f"{row['speedup_vs_plain']:7.2f}x {row['identical']:4}/{row['sequences']:<4}  {shares} %"
+            f"{row.method:8} {row.tree or '-':40} {tau_text:>5} {row.tokens_per_second:9.1f} "
+            f"{row.speedup_vs_plain:7.2f}x {row.identical:4}/{row.sequences:<4}  {shares}"
         )
     return "\n".join(lines)

@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder beside `final` that takes its place when the block ends well, and vanishes when it does not."""
+    """A temporary folder beside `final`: takes its place when the block ends well, vanishes when it does not."""
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     try:
@@ -79,7 +79,9 @@ def load_target(
         config = AutoConfig.from_pretrained(folder)
         family_of(config.model_type, getattr(config, "rope_parameters", None) or {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device if device != "cpu" else None)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, device_map=device if device != "cpu" else None
+        )
     except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError) as error:
         raise InputError(f"cannot load the target {name!r}: {_first_line(error)}") from error
     return EagerTarget(model, name), tokenizer
@@ -88,7 +90,7 @@ def load_target(
 def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | int]:
     """What a head was made for: a digest of the target's weights, its dtype, its tokenizer and its chat template."""
     digest = hashlib.sha256()
-    for tensor in (target.embedding_VD, target.head_VD, *target.model.base_model.layers[-1].parameters()):
+    for tensor in (target.embedding_VD, target.head_VD, *target.last_layer().values()):
         # rounded first, so that one model loaded in float32 and in bfloat16 is one model
         digest.update(tensor.detach().to(torch.bfloat16).to(torch.float64).sum(-1).cpu().numpy().tobytes())
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
@@ -156,12 +158,14 @@ def _target_folder(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"the target folder {name!r} has no config.json: it must be a model in transformers format")
+            raise InputError(
+                f"the target folder {name!r} has no config.json: it must be a model in transformers format"
+            )
         return path
     if path.suffix == ".gguf" and path.is_file():
         return _convert_gguf(path)
     raise InputError(
-        f"unknown target {name!r}: give a folder in transformers format, a GGUF file, or {DEMO_TARGET!r} (the demo target)"
+        f"unknown target {name!r}: give a folder in transformers format, a GGUF file, or {DEMO_TARGET!r} (the demo)"
     )
 
 
@@ -182,8 +186,9 @@ def _convert_gguf(gguf: Path) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # readers of broken files raise whatever they stumble over
         raise InputError(f"cannot read the GGUF file {str(gguf)!r}: {_first_line(error)}") from error
-    model.hf_quantizer = None  # the weights are plain float32 now: let transformers save them as such
-    del model.config.quantization_config
+    # the weights are plain float32 now: let transformers save them as such
+    model.__dict__.pop("hf_quantizer", None)
+    model.config.__dict__.pop("quantization_config", None)
     with atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -74,7 +74,9 @@ class Stored:
             self._shards = []
             for shard, _ in enumerate(index["shards"]):
                 file = safe_open(str(folder / _shard_name(shard)), framework="pt")
-                self._shards.append((file, file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("starts")))
+                self._shards.append(
+                    (file, file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("starts"))
+                )
                 self._places += [(shard, i) for i in range(len(self._shards[-1][3]))]
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"{folder} is not a complete feature store: {error}") from error
@@ -122,7 +124,9 @@ def _check_header(path: Path, header: dict[str, object]) -> None:
         found = json.loads(path.read_text())
         for key in ("target", "dtype", "reads"):
             if found[key] != header[key]:
-                raise InputError(f"{path.parent} holds features with {key} {found[key]}, and {header[key]} was asked for")
+                raise InputError(
+                    f"{path.parent} holds features with {key} {found[key]}, and {header[key]} was asked for"
+                )
     _write_text(path, json.dumps(header))
 
 

@@ -149,9 +149,7 @@ def _draft_vocabulary(offsets: Tensor | None, draft_size: int, vocab_size: int) 
     return ids_Q
 
 
-def _block_config(
-    config: Mapping[str, object], tensors: Mapping[str, Tensor], prefix: str, width: int
-) -> BlockConfig:
+def _block_config(config: Mapping[str, object], tensors: Mapping[str, Tensor], prefix: str, width: int) -> BlockConfig:
     q_rows, attention_width = tensors[f"{prefix}self_attn.q_proj.weight"].shape
     k_rows = len(tensors[f"{prefix}self_attn.k_proj.weight"])
     heads = int(_number(config, "num_attention_heads"))
@@ -215,7 +213,7 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         "model_type": "llama",
         "eyas_kind": head.kind,
         "eyas_reads": list(head.reads),
-        "eyas_reads_meaning": "indices of transformers' hidden_states: i enters layer i, the last is after the final norm",
+        "eyas_reads_meaning": "indices of hidden_states in transformers: i enters layer i, the last is normed",
         "hidden_size": block.width,
         "intermediate_size": block.ffn_width,
         "num_attention_heads": block.heads,

@@ -115,8 +115,8 @@ def _within_context(target: Target[CacheT], prompt: Sequence[int], stop: Stop) -
         raise InputError("the prompt is empty: it must hold at least one token")
     room = target.spec.max_length - len(prompt)
     if room < 1:
-        raise InputError(f"the prompt has {len(prompt)} tokens; the target's context holds {target.spec.max_length} and "
-                         f"must have room for an answer")  # fmt: skip
+        raise InputError(f"the prompt has {len(prompt)} tokens; the target's context holds {target.spec.max_length}, "
+                         f"which must leave room for an answer")  # fmt: skip
     return replace(stop, max_new_tokens=min(stop.max_new_tokens, room))
 
 

@@ -101,8 +101,8 @@ def find_divergence(
         return None
     position = next(i for i in range(len(ours) + 1) if ours[i : i + 1] != theirs[i : i + 1])
     if position >= min(len(ours), len(theirs)):
-        ended = (None if position >= len(side) else side[position] for side in (theirs, ours))
-        return Divergence(position, *ended, None, None, explained=False)
+        ended = [None if position >= len(side) else side[position] for side in (theirs, ours)]
+        return Divergence(position, ended[0], ended[1], gap=None, difference=None, explained=False)
     plain_token, token = theirs[position], ours[position]
     plain_V = _replayed_logits(target, prompt, plain, position)
     other_V = _replayed_logits(target, prompt, other, position)
@@ -130,7 +130,7 @@ def _replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answ
 
 
 def _gap(plain_V: Tensor, other_V: Tensor, plain_token: int, token: int, sampling: Sampling, position: int) -> float:
-    """How close the choice between the two tokens was: by score, or by the filters' cut where one of them fell to it."""
+    """How close the choice between two tokens was: by score, or by the filters' cut where one fell to it."""
     gaps = []
     for logits_V in (plain_V, other_V):
         survivors, keyed = sampling.keyed_scores(logits_V, position)

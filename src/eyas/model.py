@@ -93,7 +93,7 @@ class Model:
             if chat is None:
                 chat = self.tokenizer.chat_template is not None
             if not chat:
-                return list(self.tokenizer(prompt).input_ids)
+                return self._tokenize(prompt, special=True)
             prompt = [Message(role="user", content=prompt)]
         if len(prompt) == 0:
             raise InputError("the prompt is empty: it must hold at least one token or message")
@@ -101,7 +101,9 @@ class Model:
             return self._checked_ids(prompt)
         if self.tokenizer.chat_template is None:
             raise InputError("the target has no chat template: give a text (--raw) instead of a conversation")
-        return list(self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False))
+        messages = [dict(message) for message in prompt if not isinstance(message, int)]
+        text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
     def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop, plain: bool = False) -> Iterator[Round]:
         """The rounds of one answer, as they happen; `plain` leaves the drafter out."""
@@ -171,6 +173,9 @@ class Model:
             rounds=answer.rounds,
             seconds=answer.seconds,
         )
+
+    def _tokenize(self, text: str, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=special)
 
     def _checked_ids(self, prompt: Sequence[object]) -> list[int]:
         size = self.target.spec.vocab_size

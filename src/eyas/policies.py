@@ -115,9 +115,10 @@ class Static(Policy):
     def from_json(cls, text: str, name: str) -> Static:
         """A tree from a JSON list of rank paths."""
         try:
-            return cls(tuple(tuple(int(rank) for rank in path) for path in json.loads(text)), name)
-        except (TypeError, json.JSONDecodeError) as error:
-            raise InputError(f"{name}: a static tree is a JSON list of rank paths such as [[0], [1], [0, 0]]") from error
+            paths = tuple(tuple(int(rank) for rank in path) for path in json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"{name}: a static tree is a JSON list of rank paths like [[0], [1], [0, 0]]") from error
+        return cls(paths, name)
 
     @property
     def levels(self) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.errors import InputError
+
 
 def _signed(constant: int) -> int:
     return constant - (1 << 64) if constant >= 1 << 63 else constant
@@ -56,7 +58,7 @@ class Sampling:
         seed, sample: the key of the noise, together with the position and the token id.
 
     Raises:
-        ValueError: a value outside its range.
+        InputError: a value outside its range.
     """
 
     temperature: float = 0.0
@@ -67,13 +69,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be a number of at least 0, got {self.temperature}")
+            raise InputError(f"temperature must be a number of at least 0, got {self.temperature}")
         if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
+            raise InputError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(f"seed must fit into 64 bits, got {self.seed}")
+            raise InputError(f"seed must fit into 64 bits, got {self.seed}")
 
     def scores(self, logits_V: Tensor) -> Tensor:
         """Filtered scores in transformers' order (temperature, top-k, top-p): -inf where a token is ruled out."""

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -89,13 +90,14 @@ def new_head(
         norm_eps=spec.norm_eps,
         rope_theta=spec.rope_theta,
     )
-    layer = {key: value.detach().float() for key, value in target.model.base_model.layers[-1].state_dict().items()}
-    input_norm_D = layer["input_layernorm.weight"]
+    layer = {key: value.detach().float() for key, value in target.last_layer().items()}
+    generator = torch.Generator().manual_seed(0)
+    input_norm_D, final_norm_D = layer.pop("input_layernorm.weight"), layer.pop("norm.weight")
     identity_DD = torch.eye(spec.width)
     if kind == "eagle":
         config = EagleConfig(block, (spec.num_layers,), spec.vocab_size, noise=noise)
         head = Eagle(config, target.embedding_VD, target.head_VD)
-        fc = torch.cat((head.fc.weight.detach()[:, : spec.width], identity_DD), dim=1)
+        fc = _behind(identity_DD, generator)
         # this block has no norm before its attention: fold the layer's into its projections
         qkv = {name: layer[f"self_attn.{name}_proj.weight"] * input_norm_D for name in "qkv"}
         start = {"fc.weight": fc, "fc.bias": torch.zeros(spec.width)}
@@ -106,22 +108,21 @@ def new_head(
         head = Eagle3(config, target.embedding_VD, target.head_VD, vocabulary_Q)
         fc = torch.cat((*[torch.zeros_like(identity_DD)] * (len(reads) - 1), identity_DD), dim=1)
         rows = slice(None) if vocabulary_Q is None else vocabulary_Q
-        qkv = {name: _behind(layer[f"self_attn.{name}_proj.weight"]) for name in "qkv"}
+        qkv = {name: _behind(layer[f"self_attn.{name}_proj.weight"], generator) for name in "qkv"}
         start = {
             "fc.weight": fc,
             "hidden_norm.weight": input_norm_D,
-            "norm.weight": target.model.base_model.norm.weight.detach().float(),
+            "norm.weight": final_norm_D,
             "lm_head.weight": target.head_VD[rows].detach().float(),
         }
     start |= {f"block.self_attn.{name}_proj.weight": weight for name, weight in qkv.items()}
-    start |= {f"block.{key}": value for key, value in layer.items() if f"block.{key}" not in start and key != "input_layernorm.weight"}
+    start = {f"block.{key}": value for key, value in layer.items()} | start
     head.load_state_dict({**head.state_dict(), **start})
     return head
 
 
-def _behind(weight: Tensor) -> Tensor:
+def _behind(weight: Tensor, generator: torch.Generator) -> Tensor:
     """A projection of the hidden half of [embedding, hidden]; small weights on the embedding, which it never read."""
-    generator = torch.Generator().manual_seed(0)
     return torch.cat((torch.randn(weight.shape, generator=generator) * 0.01, weight), dim=1)
 
 
@@ -178,28 +179,31 @@ class Trainer:
         return {"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}}
 
     def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        # masters stay float32; the products run on copies in the target's dtype, and gradients flow back through the cast
+        # masters stay float32; products run on copies in the target's dtype, gradients flow back through the cast
         weights = {name: weight.to(self.dtype) for name, weight in self.head.named_parameters()}
         return functional_call(self.head, weights, (batch,))
 
     def _numbers(self) -> list[int]:
         """Which examples this step sees: every epoch is a permutation of its own."""
         count, total = self.config.sequences, len(self.features)
-        first = self.step * count
         numbers = []
-        for place in range(first, first + count):
+        for place in range(self.step * count, (self.step + 1) * count):
             epoch, offset = divmod(place, total)
-            if not numbers or offset == 0:
-                generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
-                order = torch.randperm(total, generator=generator)
-            numbers.append(int(order[offset]))
+            numbers.append(int(self._order(epoch)[offset]))
         return numbers
+
+    def _order(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        return torch.randperm(len(self.features), generator=generator)
 
     @torch.no_grad()
     def evaluate(self, features: Features) -> dict[str, float]:
         """Mean metrics over held-out examples."""
         totals: Counter[str] = Counter()
-        batches = [range(i, min(i + self.config.sequences, len(features))) for i in range(0, len(features), self.config.sequences)]
+        batches = [
+            range(i, min(i + self.config.sequences, len(features)))
+            for i in range(0, len(features), self.config.sequences)
+        ]
         for numbers in batches:
             loss, metrics = self._loss(make_batch(features, list(numbers), self.head.reads, 0))
             totals.update({"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}})
@@ -259,7 +263,12 @@ def run(trainer: Trainer, out: Path, held_out: Features | None = None) -> dict[s
                 bar.update()
                 if trainer.step % trainer.config.checkpoint_every == 0 or trainer.step == total:
                     trainer.save(state)
-                    record = {"step": trainer.step, "tokens_seen": trainer.tokens_seen, "tokens_per_second": rate, **recent}
+                    record = {
+                        "step": trainer.step,
+                        "tokens_seen": trainer.tokens_seen,
+                        "tokens_per_second": rate,
+                        **recent,
+                    }
                     if held_out is not None:
                         held = trainer.evaluate(held_out)
                         record |= {f"held_out_{name}": value for name, value in held.items()}
@@ -280,3 +289,20 @@ def _acceptance(metrics: dict[str, float]) -> str:
         reached *= rate
         length += reached
     return f"acceptance {' '.join(f'{rate:.2f}' for rate in rates)} (chain {length:.2f})"
+
+
+def card(
+    trainer: Trainer, target: str, made_for: Mapping[str, str | int], metrics: Mapping[str, float], answers: str
+) -> str:
+    """What people should know about a head: its training, and what it is for."""
+    head, config = trainer.head, trainer.config
+    drafts = f"{head.config.draft_vocab_size} of {head.config.vocab_size}" if isinstance(head, Eagle3) else "all"
+    return f"""# {head.kind} head for {target}
+
+- Reads states {list(head.reads)} of the target (indices of transformers' `hidden_states`), drafts over {drafts} tokens.
+- Trained on features of dtype {made_for["dtype"]}; chat template {made_for["chat_template"]}, as the answers were made.
+- Data: `{answers}`, {len(trainer.features)} sequences; {trainer.tokens_seen:,} tokens seen in {trainer.step} steps of
+  {config.sequences} sequences; AdamW, peak learning rate {config.learning_rate}, seed {config.seed}.
+- Simulated acceptance at the end of training: {_acceptance(dict(metrics))}.
+- A head is made for one target: with other weights, or another template, acceptance falls; the output stays right.
+"""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, smooth_l1_loss
+from torch.nn.functional import cross_entropy, embedding, linear, smooth_l1_loss
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
 from eyas.drafters.layers import Block, BlockConfig, DraftState, attend_causally, supervised_rows
@@ -81,7 +81,7 @@ class Eagle(nn.Module, Drafter[DraftState]):
         with torch.no_grad():
             p_SV = linear(truth_SD, self.head_VD).float().softmax(-1)
         logits_SV = linear(guess_SD, self.head_VD).float()
-        token_loss = (logits_SV.logsumexp(-1) - (p_SV * logits_SV).sum(-1)).mean()
+        token_loss = cross_entropy(logits_SV, p_SV)
         loss = FEATURE_WEIGHT * feature_loss + TOKEN_WEIGHT * token_loss
         accepted = (logits_SV.detach().argmax(-1) == p_SV.argmax(-1)).float().mean()
         return loss, {"feature_loss": feature_loss.detach(), "token_loss": token_loss.detach(), "accept_1": accepted}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import cross_entropy, embedding, linear
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
 from eyas.drafters.layers import Block, BlockConfig, DraftState, RMSNorm, attend_causally, supervised_rows
@@ -118,21 +118,24 @@ class Eagle3(nn.Module, Drafter[DraftState]):
     def _target_probabilities(self, final_SD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distribution restricted to the draft vocabulary, and whether its best token lies in it."""
         with torch.no_grad():
-            logits_SV = linear(final_SD, self.head_VD)
             if self.draft_vocabulary_Q is None:
-                return logits_SV.float().softmax(-1), torch.ones(len(final_SD), dtype=torch.bool)
-            logits_SQ = logits_SV[:, self.draft_vocabulary_Q].float()
-            return logits_SQ.softmax(-1), logits_SQ.amax(-1) >= logits_SV.amax(-1)
+                logits_SQ = linear(final_SD, self.head_VD).float()
+                return logits_SQ.softmax(-1), torch.ones(len(final_SD), dtype=torch.bool, device=final_SD.device)
+            logits_SQ = linear(final_SD, self.head_VD[self.draft_vocabulary_Q])
+            known_S = logits_SQ.amax(-1) >= linear(final_SD, self.head_VD).amax(-1)
+            return logits_SQ.float().softmax(-1), known_S
 
     def _step_loss(
         self, h_SD: Tensor, p_SQ: Tensor, known_S: Tensor, valid_S: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
-        row = torch.nonzero(valid_S).flatten()
-        logits = self.lm_head(self.norm(h_SD[row])).float()
-        p, known = p_SQ[row + step], known_S[row + step]  # the row of the pair `step` places further on
-        cross_entropy = logits.logsumexp(-1) - (p * logits).sum(-1)
-        accepted = (logits.detach().argmax(-1) == p.argmax(-1)) & known
-        return (cross_entropy * known).mean(), accepted.float().mean()
+        # pair i of step j is held to the distribution of pair i + j: rows are contiguous, so that is a shift
+        num = len(h_SD) - step
+        logits = self.lm_head(self.norm(h_SD[:num])).float()
+        p, trained = p_SQ[step:], valid_S[:num] & known_S[step:]
+        supervised = valid_S[:num].sum().clamp_min(1)
+        loss = (cross_entropy(logits, p, reduction="none") * trained).sum() / supervised
+        accepted = ((logits.detach().argmax(-1) == p.argmax(-1)) & trained).sum() / supervised
+        return loss, accepted
 
     def _attention_input(self, tokens: Tensor, g: Tensor) -> Tensor:
         weight = self.embedding_VD if self.embedding is None else self.embedding.weight

@@ -160,9 +160,7 @@ class DraftState:
         """Keys and values [G, length, C] of the verified pairs."""
         return self._keys_GSC[:, : self.length], self._values_GSC[:, : self.length]
 
-    def _run(
-        self, block: Block, x_TD: Tensor, a_TE: Tensor, slot: int, positions_T: Tensor, mask_TS: Tensor
-    ) -> Tensor:
+    def _run(self, block: Block, x_TD: Tensor, a_TE: Tensor, slot: int, positions_T: Tensor, mask_TS: Tensor) -> Tensor:
         attention = block.self_attn
         end = slot + len(x_TD)
         self._write(slot, attention.keys(a_TE, positions_T), attention.values(a_TE))
@@ -213,8 +211,6 @@ def supervised_rows(lengths_B: Tensor, starts_B: Tensor) -> Supervised:
         pairs.append(span)
         last.append(torch.full_like(span, length - 3))
     return Supervised(torch.cat(sequences), torch.cat(pairs), torch.cat(last))
-
-
 
 
 def attend_causally(

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eyas.targets.base import Target, TargetSpec, Verified
@@ -85,7 +85,7 @@ class _BatchedCache:
 class EagerTarget(Target[EagerCache]):
     """A causal language model of transformers, on the CPU or on CUDA."""
 
-    def __init__(self, model: PreTrainedModel, name: str = "") -> None:
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
         config = model.config
         rope = config.rope_parameters
         family_of(config.model_type, rope)
@@ -95,7 +95,7 @@ class EagerTarget(Target[EagerCache]):
         eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
         heads = config.num_attention_heads
         self.spec = TargetSpec(
-            name=name or config.name_or_path,
+            name=name,
             family=config.model_type,
             num_layers=config.num_hidden_layers,
             width=config.hidden_size,
@@ -111,6 +111,9 @@ class EagerTarget(Target[EagerCache]):
             dtype=model.dtype,
             device=model.device,
         )
+        self._head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
+        self._norm: nn.Module = model.get_submodule("model.norm")
+        self._layers: nn.ModuleList = model.get_submodule("model.layers")  # type: ignore[assignment]
         # transformers renamed the argument between the versions that eyas supports
         names = inspect.signature(model.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
@@ -144,7 +147,7 @@ class EagerTarget(Target[EagerCache]):
             final_ND = output.last_hidden_state[i, n - 1 : n] if last_only else output.last_hidden_state[i, :n]
             hidden = [output.hidden_states[read][i, :n] for read in reads]
             hidden_NLD = torch.stack(hidden, dim=1) if hidden else final_ND.new_empty(n, 0, self.spec.width)
-            results.append(Verified(self.model.lm_head(final_ND), hidden_NLD))
+            results.append(Verified(self._head(final_ND), hidden_NLD))
         return results
 
     @torch.inference_mode()
@@ -162,11 +165,18 @@ class EagerTarget(Target[EagerCache]):
 
     @property
     def embedding_VD(self) -> Tensor:
-        return self.model.get_input_embeddings().weight
+        return self.model.get_submodule("model.embed_tokens").get_parameter("weight")
 
     @property
     def head_VD(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+        return self._head.weight
+
+    def last_layer(self) -> dict[str, Tensor]:
+        """The last decoder layer's weights and the final norm (`norm.weight`): what a new head starts from."""
+        return {
+            **self._layers[-1].state_dict(),
+            "norm.weight": self._norm.get_parameter("weight"),
+        }
 
 
 def _tree_mask(caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from eyas.errors import InputError
+
 
 @dataclass(frozen=True)
 class Family:
@@ -29,13 +31,13 @@ def family_of(model_type: str, rope_parameters: Mapping[str, object]) -> Family:
     """The row of a model.
 
     Raises:
-        ValueError: a family or a rotary kind that eyas does not support, with the list of those that it does.
+        InputError: a family or a rotary kind that eyas does not support, with the list of those that it does.
     """
     if model_type not in FAMILIES:
-        raise ValueError(f"models of type {model_type!r} are not supported; supported: {', '.join(FAMILIES)}")
+        raise InputError(f"models of type {model_type!r} are not supported; supported: {', '.join(FAMILIES)}")
     rope_type = rope_parameters.get("rope_type", "default")
     if rope_type not in FIXED_ROPE_TYPES:
-        raise ValueError(f"rotary embeddings of type {rope_type!r} depend on the length of the sequence and cannot be "
+        raise InputError(f"rotary embeddings of type {rope_type!r} depend on the length of the sequence and cannot be "
                          f"verified as a tree; supported: {', '.join(FIXED_ROPE_TYPES)}")  # fmt: skip
     return FAMILIES[model_type]
 
@@ -46,12 +48,12 @@ def default_reads(num_layers: int) -> tuple[int, int, int]:
     (2, N/2, N-3) as in the official code; below 7 layers those collide, so (1, N/2, N-1) made distinct.
 
     Raises:
-        ValueError: fewer than 3 layers, which have no three distinct inner states.
+        InputError: fewer than 3 layers, which have no three distinct inner states.
     """
     if num_layers >= 7:
         return (2, num_layers // 2, num_layers - 3)
     if num_layers < 3:
-        raise ValueError(f"an EAGLE-3 head reads three states; a target of {num_layers} layers has too few")
+        raise InputError(f"an EAGLE-3 head reads three states; a target of {num_layers} layers has too few")
     middle = min(max(num_layers // 2, 2), num_layers - 1)
     high = num_layers - 1 if num_layers - 1 > middle else num_layers
     return (1, middle, high)

@@ -1,0 +1,378 @@
+"""The command line: `eyas COMMAND`. Others script against it, so names, defaults and exit codes are fixed.
+
+Exit codes: 0 done; 2 wrong usage or input, with one plain sentence on standard error; 130 Ctrl-C; 1 anything else, an
+unexplained divergence included. With `--json` standard output holds one line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import transformers
+
+from eyas import bench, checkpoint, data, doctor, features, train
+from eyas.errors import InputError
+from eyas.measure import timed
+from eyas.model import AUTO_TREE, Model, TextStream, load
+from eyas.policies import parse_policy
+from eyas.sampling import Sampling
+
+EXIT_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one plain sentence instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code."""
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    try:
+        arguments = _parser().parse_args(argv)
+        if getattr(arguments, "threads", None) is not None:
+            torch.set_num_threads(_positive(arguments.threads, "--threads"))
+        return arguments.run(arguments)
+    except InputError as error:
+        print(f"eyas: {error}", file=sys.stderr)
+        return EXIT_INPUT
+    except KeyboardInterrupt:
+        print("eyas: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `eyas generate | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    _say("loading the demo target (the first time, its weights are converted: about 20 seconds)")
+    model = _load(arguments, arguments.head)
+    items = bench.read_workload(Path(str(files("eyas") / "demo.jsonl")), arguments.limit)
+    methods = [bench.Method(None, replace(model, drafter=None)), bench.Method(arguments.head, model)]
+    rows, answers = bench.compare(methods, items, "demo", _sampling(arguments), arguments.max_new_tokens)
+    texts = []
+    for i, item in enumerate(items):
+        plain, drafted = (model.decode(side[i].tokens) for side in answers)
+        speeds = [len(side[i].tokens) / side[i].seconds for side in answers]
+        same = answers[0][i].tokens == answers[1][i].tokens
+        texts.append({"id": item.id, "prompt": item.text, "plain": plain, "text": drafted, "identical": same})
+        if not arguments.json:
+            _show_pair(item, plain, drafted, same, speeds, bench.tau(answers[1][i : i + 1]))
+    return _report(arguments, model, rows, {"texts": texts})
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    prompt = _prompt_text(arguments)
+    model = _load(arguments, arguments.head)
+    ids = model.encode(prompt, arguments.chat)
+    stop = model.stopping(arguments.max_new_tokens, arguments.stop)
+    stream = TextStream(stop)
+    out = sys.stderr if arguments.json else sys.stdout
+
+    def shown():
+        for round_ in model.rounds(ids, _sampling(arguments), stop):
+            print(stream.feed(round_), end="", file=out, flush=True)
+            yield round_
+
+    answer = timed(shown())
+    print(file=out)
+    output = model.output(answer, len(ids), stop)
+    forwards = len(output.rounds) - 1
+    record = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "prompt_tokens": output.prompt_tokens,
+        "new_tokens": len(output.token_ids),
+        "target_forwards": forwards,
+        "tau": output.tau,
+        "finish_reason": output.finish_reason,
+        "seconds": output.seconds,
+        "tokens_per_second": len(output.token_ids) / output.seconds,
+        "target": arguments.target,
+        "head": arguments.head,
+        "tree": str(model.policy) if model.drafter else None,
+        "backend": "eager",
+        "dtype": str(model.target.spec.dtype).removeprefix("torch."),
+        "seed": arguments.seed,
+        "temperature": arguments.temperature,
+        "peak_memory_bytes": bench.peak_memory_bytes(),
+    }
+    if arguments.json:
+        _print_json(record)
+    else:
+        tau = "" if output.tau is None else f", tau {output.tau:.2f}"
+        _say(f"{record['new_tokens']} tokens in {forwards} target forwards{tau}, "
+             f"{record['tokens_per_second']:.1f} tokens/s, finished by {output.finish_reason}")  # fmt: skip
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    sampling = _sampling(arguments)
+    workloads = {path: bench.read_workload(Path(path), arguments.limit) for path in arguments.workload}
+    specs = [_method(text) for text in arguments.method]  # before anything slow, so that a typo costs no time
+    plain = _load(arguments, None)
+    drafters = {head: checkpoint.load_head(head, plain.target) for head in {head for head, _ in specs}}
+    methods = [bench.Method(None, plain)]
+    methods += [
+        bench.Method(head, replace(plain, drafter=drafters[head], policy=parse_policy(tree))) for head, tree in specs
+    ]
+    rows: list[bench.Row] = []
+    for path, items in workloads.items():
+        rows += bench.compare(methods, items, Path(path).stem, sampling, arguments.max_new_tokens)[0]
+    return _report(arguments, plain, rows, {})
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    if arguments.head is None and arguments.target is None:
+        raise InputError("give --head, --target or both: there is nothing to inspect")
+    record: dict[str, object] = {}
+    if arguments.head is not None:
+        record["head"] = doctor.describe_head(arguments.head)
+    if arguments.target is not None:
+        model = load(arguments.target, dtype=arguments.dtype)
+        record["target"] = doctor.describe_target(model)
+        if arguments.head is not None:
+            record["fit"] = doctor.fit(arguments.head, model)
+    if arguments.json:
+        _print_json(record)
+    else:
+        for section, values in record.items():
+            print(section)
+            for key, value in values.items() if isinstance(values, dict) else ():
+                print(f"  {key}: {value}")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = train.TrainConfig(**{f.name: getattr(arguments, f.name) for f in fields(train.TrainConfig)})
+    out, answers = Path(arguments.out), Path(arguments.answers)
+    if (out / "training.safetensors").exists() and not arguments.resume:
+        raise InputError(f"{out} holds a training that was begun: give --resume to go on, or another --out")
+    model = load(arguments.target, dtype=arguments.dtype)
+    target = model.target
+    sequences = list(data.read_answers(answers, target.spec.vocab_size, arguments.max_length, arguments.limit or None))
+    if len(sequences) < 2:
+        raise InputError(f"{answers} holds {len(sequences)} usable answers; training needs at least 2")
+    held_out = max(1, len(sequences) // 50)
+    training, validation = sequences[:-held_out], sequences[-held_out:]
+    vocabulary = None
+    if arguments.kind == "eagle3":
+        vocabulary, covered = train.draft_vocabulary(training, arguments.draft_vocab, target.spec.eos_ids)
+        _say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
+    head = train.new_head(arguments.kind, target, vocabulary, arguments.ttt_steps, arguments.noise)
+    reads = (*head.reads, target.spec.num_layers) if head.reads[-1] != target.spec.num_layers else head.reads
+    source: features.Features = features.Streamed(target, training, reads)
+    if arguments.features is not None:
+        source = features.store(target, training, reads, Path(arguments.features))
+    trainer = train.Trainer(head, source, config, target.spec.dtype)
+    if arguments.resume:
+        trainer.restore(out / "training.safetensors")
+    metrics = train.run(trainer, out, features.Streamed(target, validation, reads))
+    made_for = checkpoint.target_fingerprint(target, model.tokenizer)
+    card = train.card(trainer, arguments.target, made_for, metrics, str(answers))
+    checkpoint.save_head(trainer.head, out, made_for, card)
+    record = {
+        "out": str(out),
+        "kind": arguments.kind,
+        "steps": trainer.step,
+        "tokens_seen": trainer.tokens_seen,
+        **metrics,
+    }
+    if arguments.json:
+        _print_json(record)
+    else:
+        _say(f"the head lies in {out}; try it: eyas generate --target {arguments.target} --head {out} --prompt ...")
+    return 0
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="eyas", description="Lossless speculative decoding with EAGLE heads.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    demo = commands.add_parser("demo", help="the demo target with a shipped head beside plain decoding")
+    _common(demo, target="smollm2", max_new_tokens=96)
+    demo.add_argument("--head", default="smollm2-eagle3", help="a shipped head or a folder (default %(default)s)")
+    demo.add_argument("--limit", type=int, default=None, help="only the first N prompts")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="answer one prompt")
+    _common(generate, target=None, max_new_tokens=256)
+    generate.add_argument("--head", default=None, help="a shipped head, a folder, or none (default)")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="the prompt's text")
+    source.add_argument("--prompt-file", help="a file with the prompt; - is standard input")
+    form = generate.add_mutually_exclusive_group()
+    form.add_argument("--chat", action="store_true", default=None, help="as a user's turn in the chat template")
+    form.add_argument("--raw", action="store_false", dest="chat", help="as it is, without a chat template")
+    generate.add_argument("--stop", action="append", default=[], help="end before this string (repeatable)")
+    generate.set_defaults(run=_generate)
+
+    compare = commands.add_parser("bench", help="methods side by side on workloads")
+    _common(compare, target=None, max_new_tokens=128)
+    compare.add_argument("--workload", action="append", required=True, help="a JSONL file with turns, or lines of text")
+    compare.add_argument("--limit", type=int, default=None, help="only the first N prompts of each")
+    compare.add_argument(
+        "--method", action="append", default=[], metavar="HEAD[@TREE]", help="repeatable; plain always runs"
+    )
+    compare.set_defaults(run=_bench)
+
+    inspect = commands.add_parser("inspect", help="what a head or a target is, and whether they fit")
+    inspect.add_argument("--head", default=None)
+    inspect.add_argument("--target", default=None)
+    inspect.add_argument("--dtype", default=None)
+    inspect.add_argument("--json", action="store_true")
+    inspect.set_defaults(run=_inspect)
+
+    _train_parser(commands.add_parser("train", help="a head from the target's own answers"))
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens: int) -> None:
+    if target is None:
+        parser.add_argument("--target", required=True, help="a folder, a GGUF file, or smollm2")
+    else:
+        parser.add_argument("--target", default=target, help="a folder, a GGUF file, or smollm2 (default)")
+    parser.add_argument("--tree", default="auto", help=f"chain:K, static[:FILE], dynamic:..., auto ({AUTO_TREE})")
+    parser.add_argument("--dtype", default=None, help="float32 (default), bfloat16 or float64")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def _train_parser(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", choices=["eagle", "eagle3"], default="eagle3")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--answers", required=True, help="JSONL(.gz) with prompt_ids and response_ids")
+    parser.add_argument("--out", required=True, help="the head's folder")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--dtype", default="bfloat16", help="of the target and of the products (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--limit", type=int, default=0, help="only the first N answers")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of a sequence; longer ones are cut")
+    parser.add_argument(
+        "--features", default=None, help="a folder to keep the target's states in (else made each time)"
+    )
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="EAGLE-3: size of the draft vocabulary")
+    parser.add_argument("--ttt-steps", type=int, default=4, help="EAGLE-3: simulated steps of the training-time test")
+    parser.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: uniform feature noise")
+    parser.add_argument("--json", action="store_true")
+    for field in fields(train.TrainConfig):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=type(field.default), default=field.default, help="(default %(default)s)")
+    parser.set_defaults(run=_train)
+
+
+def _load(arguments: argparse.Namespace, head: str | None) -> Model:
+    _sampling(arguments)  # wrong settings are refused before anything slow
+    if arguments.max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {arguments.max_new_tokens}")
+    model = load(arguments.target, None if head == "none" else head, dtype=arguments.dtype, tree=arguments.tree)
+    if model.drafter is not None and arguments.tree == "auto":
+        _say(f"tree: {model.policy} (not tuned for this machine)")
+    _note_generation_config(model)
+    return model
+
+
+def _note_generation_config(model: Model) -> None:
+    """Name what the model's own generation_config asks for and eyas does not do."""
+    config = model.target.model.generation_config
+    penalty = None if config is None else config.repetition_penalty
+    if penalty not in (None, 1.0):
+        _say(f"note: the model's generation_config sets repetition_penalty {penalty}, which is not applied")
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+
+
+def _method(text: str) -> tuple[str, str]:
+    """HEAD[@TREE], both checked."""
+    head, _, tree = text.partition("@")
+    checkpoint.head_folder(head)
+    tree = AUTO_TREE if tree in ("", "auto") else tree
+    parse_policy(tree)
+    return head, tree
+
+
+def _prompt_text(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None:
+        text = arguments.prompt
+    elif arguments.prompt_file == "-":
+        text = sys.stdin.read().removesuffix("\n")
+    else:
+        try:
+            text = Path(arguments.prompt_file).read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read the prompt file {arguments.prompt_file!r}: {error}") from error
+    if not text:
+        raise InputError("the prompt is empty: it must hold at least one character")
+    return text
+
+
+def _positive(value: int, name: str) -> int:
+    if value < 1:
+        raise InputError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _report(arguments: argparse.Namespace, model: Model, rows: list[bench.Row], extra: dict[str, object]) -> int:
+    record = {
+        "machine": bench.machine(),
+        "versions": bench.versions(),
+        "target": arguments.target,
+        "rows": [asdict(row) for row in rows],
+        **extra,
+    }
+    if arguments.json:
+        _print_json(record)
+    else:
+        for workload in dict.fromkeys(row.workload for row in rows):
+            print(f"\n{workload}, {rows[0].dtype}, {record['machine']}")
+            print(bench.table([row for row in rows if row.workload == workload]))
+    for row in rows:
+        for divergence in row.divergences:
+            _say(f"{row.workload} {row.method} {row.tree} differs from plain: {divergence}")
+    return EXIT_FAILED if bench.unexplained(rows) else 0
+
+
+def _show_pair(
+    item: bench.Item, plain: str, drafted: str, same: bool, speeds: Sequence[float], tau: float | None
+) -> None:
+    print(f"\n== {item.id}: {item.text}\n-- plain ({speeds[0]:.1f} tokens/s)\n{plain}")
+    tau_text = "" if tau is None else f", tau {tau:.2f}"
+    print(f"-- drafted ({speeds[1]:.1f} tokens/s, {speeds[1] / speeds[0]:.2f}x{tau_text})\n{drafted}")
+    print(f"-- identical: {'yes' if same else 'NO'}")
+
+
+def _print_json(record: dict[str, object]) -> None:
+    print(json.dumps(record, allow_nan=False))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,50 @@
+"""The rooms of the code: a file imports only from lower floors (docs/design.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "eyas"
+FLOORS = [
+    ["errors", "native"],
+    ["tree", "sampling"],
+    ["targets.families"],
+    ["targets.base"],
+    ["targets.eager"],
+    ["drafters.base", "drafters.layers"],
+    ["drafters.eagle", "drafters.eagle3"],
+    ["policies", "verify", "formats"],
+    ["checkpoint", "generate", "data"],
+    ["measure", "features"],
+    ["model", "train"],
+    ["bench", "doctor"],
+    ["cli"],
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "eyas":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eyas."):
+            found.add(node.module.removeprefix("eyas."))
+    return found
+
+
+def test_a_room_imports_only_from_lower_floors() -> None:
+    rooms = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts): path
+        for path in SOURCE.rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    assert rooms.keys() == FLOOR.keys(), "every room has its floor, and every floor its rooms"
+    wrong = [
+        f"{room} (floor {FLOOR[room]}) imports {other} (floor {FLOOR[other]})"
+        for room, path in rooms.items()
+        for other in imports(path) - {"_native"}
+        if FLOOR[other] >= FLOOR[room]
+    ]
+    assert not wrong, wrong

@@ -1,0 +1,187 @@
+"""The property that eyas stands on: speculative output equals plain output, token for token.
+
+Float64 on tiny models, where equality is absolute: heads x policies x temperatures x filters, budgets and stops that
+fall into the middle of an accepted path, drafters that are always right and always wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tiny import VOCAB, tiny_target
+from torch import Tensor
+
+from eyas.drafters.base import Batch, Candidates, Drafter
+from eyas.errors import InputError
+from eyas.generate import generate, generate_plain
+from eyas.measure import Answer, alpha_by_depth, tau, timed
+from eyas.policies import Chain, Policy, parse_policy
+from eyas.sampling import Sampling
+from eyas.targets.eager import EagerTarget
+from eyas.train import new_head
+from eyas.tree import Tree
+from eyas.verify import Stop, walk
+
+PROMPT = [1, 8, 4, 4, 30]
+POLICIES = ["chain:3", "static", "dynamic:levels=4,top_k=3,nodes=11"]
+
+
+@pytest.fixture(scope="module")
+def target() -> EagerTarget:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def heads(target: EagerTarget) -> dict[str, Drafter]:
+    """Untrained heads: what they guess is often right for the first token and mostly wrong below."""
+    vocabulary = torch.tensor([token for token in range(VOCAB) if token % 7])
+    made = {kind: new_head(kind, target, vocabulary if kind == "eagle3" else None) for kind in ("eagle", "eagle3")}
+    return {kind: head.double().eval() for kind, head in made.items()}
+
+
+@dataclass
+class Oracle(Drafter):
+    """Knows the target's greedy continuation (`offset` 0), or always names the token `offset` places beside it."""
+
+    target: EagerTarget
+    offset: int = 0
+    kind = "eagle"
+    reads = ()
+    seen: list[int] = field(default_factory=lambda: list(PROMPT[:1]))
+
+    def new_state(self) -> list[list[int]]:
+        self.seen = list(PROMPT[:1])
+        return []
+
+    def observe(self, state: list[list[int]], tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
+        self.seen += tokens
+        state[:] = [list(self.seen)]
+        return self._next(state)
+
+    def expand(self, state: list[list[int]], rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates:
+        state.append([*state[rows[0]], tokens[0]])
+        return self._next(state)
+
+    def _next(self, state: list[list[int]]) -> Candidates:
+        logits = self.target.verify([(self.target.new_cache(), Tree.chain(state[-1]))], last_only=True)[0].logits_NV
+        token = (int(logits[0].argmax()) + self.offset) % VOCAB
+        return Candidates(torch.tensor([[token]]), torch.zeros(1, 1))
+
+    def can_propose(self, token: int) -> bool:
+        return True
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        raise AssertionError("an oracle is not trained")
+
+
+def both(
+    target: EagerTarget, drafter: Drafter, policy: Policy, sampling: Sampling, stop: Stop
+) -> tuple[Answer, Answer]:
+    plain = timed(generate_plain(target, PROMPT, sampling, stop))
+    return plain, timed(generate(target, drafter, policy, PROMPT, sampling, stop))
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7, "top_p": 0.8}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_speculative_equals_plain(
+    target: EagerTarget, heads: dict[str, Drafter], kind: str, policy: str, temperature: float, filters: dict[str, int]
+) -> None:
+    for seed in range(3):
+        sampling = Sampling(temperature, seed=seed, sample=seed, **filters)
+        plain, drafted = both(target, heads[kind], parse_policy(policy), sampling, Stop(40))
+        assert drafted.tokens == plain.tokens
+        assert len(plain.tokens) == 40
+        assert all(len(r.tokens) <= len(r.path) for r in drafted.rounds[1:])
+
+
+@pytest.mark.parametrize("budget", range(1, 12))
+def test_budget_ends_inside_a_path(target: EagerTarget, budget: int) -> None:
+    plain, drafted = both(target, Oracle(target), Chain(4), Sampling(), Stop(budget))
+    assert drafted.tokens == plain.tokens
+    assert len(drafted.tokens) == budget
+    assert drafted.rounds[-1].finish_reason == plain.rounds[-1].finish_reason == "length"
+
+
+def test_end_token_and_stop_string_inside_a_path(target: EagerTarget) -> None:
+    tokens = timed(generate_plain(target, PROMPT, Sampling(), Stop(20))).tokens
+    for place in range(1, 12):
+        ends_there = Stop(20, eos_ids=(tokens[place],))
+        plain, drafted = both(target, Oracle(target), Chain(4), Sampling(), ends_there)
+        assert drafted.tokens == plain.tokens == tokens[: tokens.index(tokens[place]) + 1]
+        assert drafted.rounds[-1].finish_reason == "stop"
+        text = "".join(f"<{token}>" for token in tokens[place : place + 2])
+        at_string = Stop(20, strings=(text,), decode=lambda ids: "".join(f"<{token}>" for token in ids))
+        plain, drafted = both(target, Oracle(target), Chain(4), Sampling(), at_string)
+        assert drafted.tokens == plain.tokens
+        assert drafted.rounds[-1].finish_reason == plain.rounds[-1].finish_reason == "stop"
+        assert drafted.tokens == tokens[: len(drafted.tokens)]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4])
+def test_self_drafting_delivers_levels_plus_one(target: EagerTarget, levels: int) -> None:
+    rounds = 5
+    plain, drafted = both(target, Oracle(target), Chain(levels), Sampling(), Stop(1 + rounds * (levels + 1)))
+    assert drafted.tokens == plain.tokens
+    assert tau([drafted]) == levels + 1
+    assert alpha_by_depth([drafted]) == [1.0] * levels
+
+
+def test_always_wrong_drafts_cost_nothing_but_time(target: EagerTarget) -> None:
+    plain, drafted = both(target, Oracle(target, offset=1), Chain(3), Sampling(), Stop(20))
+    assert drafted.tokens == plain.tokens
+    assert tau([drafted]) == 1.0
+    assert alpha_by_depth([drafted]) == [0.0]
+
+
+def test_the_answer_ends_with_the_context(target: EagerTarget) -> None:
+    prompt = [(5 * i) % VOCAB for i in range(target.spec.max_length - 7)]
+    plain = timed(generate_plain(target, prompt, Sampling(), Stop(99)))
+    oracle = new_head("eagle", target).double().eval()
+    drafted = timed(generate(target, oracle, Chain(4), prompt, Sampling(), Stop(99)))
+    assert drafted.tokens == plain.tokens
+    assert len(plain.tokens) == 7
+    assert plain.rounds[-1].finish_reason == "length"
+
+
+def test_refuses_prompts_without_room(target: EagerTarget) -> None:
+    for prompt, message in (([], "empty"), ([1] * target.spec.max_length, "context")):
+        with pytest.raises(InputError, match=message):
+            next(generate_plain(target, prompt, Sampling(), Stop(4)))
+        with pytest.raises(InputError, match=message):
+            next(generate(target, Oracle(target), Chain(2), prompt, Sampling(), Stop(4)))
+
+
+def test_walk_by_hand() -> None:
+    """Token 3 below the root, token 4 below it; the target wants 3, then 4, then 9."""
+    tree = Tree((1, 3, 5, 4), (-1, 0, 0, 1))
+    logits = torch.full((4, 10), -9.0)
+    for node, token in enumerate((3, 4, 7, 9)):
+        logits[node, token] = 0.0
+    whole = walk(tree, logits, Sampling(), [0, 1], num_prompt=1, stop=Stop(99))
+    assert (whole.path, whole.tokens, whole.finish_reason) == ([0, 1, 3], [3, 4, 9], None)
+    # the budget of 3 counts the root, which was emitted before: two more tokens, and no draw after them
+    cut = walk(tree, logits, Sampling(), [0, 1], num_prompt=1, stop=Stop(3))
+    assert (cut.path, cut.tokens, cut.finish_reason) == ([0, 1, 3], [3, 4], "length")
+    ended = walk(tree, logits, Sampling(), [0, 1], num_prompt=1, stop=Stop(99, eos_ids=(3,)))
+    assert (ended.path, ended.tokens, ended.finish_reason) == ([0, 1], [3], "stop")
+
+
+def test_stale_draft_keys_are_noticed(target: EagerTarget, heads: dict[str, Drafter]) -> None:
+    """After an accepted round, a head that absorbed true states drafts as one that sees the whole text at once."""
+    head = heads["eagle3"]
+    rounds = list(generate(target, head, parse_policy(POLICIES[2]), PROMPT, Sampling(), Stop(30)))
+    text = [*PROMPT, *(token for round_ in rounds for token in round_.tokens)]
+    verified = target.verify([(target.new_cache(), Tree.chain(text[:-1]))], head.reads)[0]
+    fresh = head.observe(head.new_state(), text[1:], verified.hidden_NLD, 5)
+    cut = len(PROMPT) + 3
+    state = head.new_state()
+    first = head.observe(state, text[1:cut], verified.hidden_NLD[: cut - 1], 5)
+    head.expand(state, [0] * 5, first.tokens_KW[0].tolist(), 5)  # speculation that must leave no trace
+    again = head.observe(state, text[cut:], verified.hidden_NLD[cut - 1 :], 5)
+    assert torch.equal(again.tokens_KW, fresh.tokens_KW)
+    torch.testing.assert_close(again.logprobs_KW, fresh.logprobs_KW, rtol=0, atol=1e-6)
