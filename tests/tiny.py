@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from eyas.targets.eager import EagerTarget
 
 VOCAB = 61
 
 
-def tiny_target(dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 4, width: int = 32) -> EagerTarget:
+def tiny_target(
+    dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 4, width: int = 32, vocab: int = VOCAB
+) -> EagerTarget:
     """A Llama with grouped heads and head_dim != width / heads, its logits spread enough to decide."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=width,
         intermediate_size=48,
         num_hidden_layers=layers,
@@ -28,3 +31,20 @@ def tiny_target(dtype: torch.dtype = torch.float64, seed: int = 0, layers: int =
         pad_token_id=0,
     )
     return EagerTarget(LlamaForCausalLM(config).to(dtype), "tiny")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, four special ones, and a chat template: random answers are full of broken characters."""
+    special = ["<pad>", "<s>", "</s>", "<turn>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast.chat_template = (
+        "{% for m in messages %}<turn>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
+    )
+    return fast

@@ -7,6 +7,7 @@ that was interrupted goes on with the first missing shard.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence as Seq
@@ -102,7 +103,14 @@ def store(target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Pat
     """
     spec = target.spec
     names = [_shard_name(first // _SHARD) for first in range(0, len(sequences), _SHARD)]
-    header = {"target": spec.name, "dtype": str(spec.dtype), "reads": list(reads), "shards": names}
+    digest = hashlib.sha256(repr([(s.tokens, s.answer_start) for s in sequences]).encode()).hexdigest()[:16]
+    header = {
+        "target": spec.name,
+        "dtype": str(spec.dtype),
+        "reads": list(reads),
+        "sequences": digest,
+        "shards": names,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     _check_header(folder / "header.json", header)
     missing = [i for i, name in enumerate(names) if not (folder / name).exists()]
@@ -122,7 +130,7 @@ def store(target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Pat
 def _check_header(path: Path, header: dict[str, object]) -> None:
     if path.exists():
         found = json.loads(path.read_text())
-        for key in ("target", "dtype", "reads"):
+        for key in ("target", "dtype", "reads", "sequences"):
             if found[key] != header[key]:
                 raise InputError(
                     f"{path.parent} holds features with {key} {found[key]}, and {header[key]} was asked for"

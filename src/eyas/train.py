@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -272,7 +273,10 @@ def run(trainer: Trainer, out: Path, held_out: Features | None = None) -> dict[s
                     if held_out is not None:
                         held = trainer.evaluate(held_out)
                         record |= {f"held_out_{name}": value for name, value in held.items()}
-                        tqdm.write(f"step {trainer.step}: held-out loss {held['loss']:.3f}, {_acceptance(held)}")
+                        tqdm.write(
+                            f"step {trainer.step}: held-out loss {held['loss']:.3f}, {_acceptance(held)}",
+                            file=sys.stderr,
+                        )
                     with log.open("a") as file:
                         file.write(json.dumps(record) + "\n")
         except KeyboardInterrupt:

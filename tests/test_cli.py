@@ -1,0 +1,248 @@
+"""The command line as scripts use it: JSON keys, exit codes, one plain sentence for a user's mistake."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import eyas
+from eyas.cli import main
+from eyas.model import TextStream
+from eyas.verify import Stop
+
+GENERATE_KEYS = {
+    "text", "token_ids", "prompt_tokens", "new_tokens", "target_forwards", "tau", "finish_reason", "seconds",
+    "tokens_per_second", "target", "head", "tree", "backend", "dtype", "seed", "temperature", "peak_memory_bytes",
+}  # fmt: skip
+ROW_KEYS = {
+    "workload", "method", "head", "tree", "backend", "dtype", "temperature", "seed", "sequences", "new_tokens",
+    "target_forwards", "tau", "alpha_by_depth", "tokens_per_second", "speedup_vs_plain", "identical", "divergences",
+    "draft_ms", "verify_ms", "other_ms", "peak_memory_bytes",
+}  # fmt: skip
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    code = main([*arguments, "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert out.count("\n") == 1, "one line on standard output"
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = main([*arguments])
+    out, err = capsys.readouterr()
+    assert code == 2, (code, err)
+    assert out == ""
+    assert "Traceback" not in err
+    sentence = err.strip().splitlines()[-1]
+    assert sentence.startswith("eyas: ")
+    return sentence
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_generate(capsys: pytest.CaptureFixture[str], folder: Path, kind: str) -> None:
+    common = ("generate", "--target", str(folder / "target"), "--prompt", "hello", "--max-new-tokens", "30")
+    sampled = ("--temperature", "0.9", "--seed", "3", "--dtype", "float64")
+    for settings in ((), sampled):
+        plain = run_json(capsys, *common, *settings)
+        drafted = run_json(capsys, *common, *settings, "--head", str(folder / kind), "--tree", "chain:2")
+        assert GENERATE_KEYS <= plain.keys()
+        assert drafted["token_ids"] == plain["token_ids"]
+        assert drafted["text"] == plain["text"]
+        assert (plain["tau"], plain["tree"], drafted["tree"]) == (1.0, None, "chain:2")
+        assert drafted["new_tokens"] == len(drafted["token_ids"]) == 30
+        assert drafted["tau"] == 29 / drafted["target_forwards"]
+
+
+def test_generate_equals_transformers(folder: Path) -> None:
+    model = eyas.load(str(folder / "target"), str(folder / "eagle3"), dtype="float64")
+    for prompt in ("one", "another prompt", "x"):
+        ids = model.encode(prompt)
+        expected = model.target.model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=40)
+        assert model.generate(prompt, max_new_tokens=40).token_ids == expected[0, len(ids) :].tolist()
+
+
+def test_prompt_files_and_forms(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("hello\n")
+    common = ("generate", "--target", str(folder / "target"), "--max-new-tokens", "5")
+    from_file = run_json(capsys, *common, "--prompt-file", str(tmp_path / "prompt.txt"))
+    assert from_file["prompt_tokens"] == run_json(capsys, *common, "--prompt", "hello")["prompt_tokens"]
+    raw = run_json(capsys, *common, "--prompt", "hello", "--raw")
+    assert raw["prompt_tokens"] == 5
+    model = eyas.load(str(folder / "target"))
+    assert model.encode([{"role": "user", "content": "hello"}]) == model.encode("hello", chat=True)
+    assert model.generate(model.encode("hello"), max_new_tokens=5).token_ids == from_file["token_ids"]
+
+
+def test_text_ends_before_the_stop_string(folder: Path) -> None:
+    model = eyas.load(str(folder / "target"))
+    whole = model.generate("hello", max_new_tokens=60)
+    piece = next(c for c in whole.text[3:] if c != "\ufffd" and whole.text.index(c) > 0)
+    cut = model.generate("hello", max_new_tokens=60, stop=[piece])
+    assert cut.text == whole.text[: whole.text.index(piece)]
+    assert cut.finish_reason == "stop"
+    assert piece in model.decode(cut.token_ids)
+
+
+def test_streaming_adds_up_and_never_splits_characters(folder: Path) -> None:
+    model = eyas.load(str(folder / "target"), str(folder / "eagle"))
+    for seed in range(4):
+        settings = {"max_new_tokens": 50, "temperature": 1.0, "seed": seed}
+        assert "".join(model.stream("hello", **settings)) == model.generate("hello", **settings).text
+    round_ = model.generate("x", max_new_tokens=1).rounds[0]
+    ids = model.tokenizer.encode("aé€🦅b", add_special_tokens=False)
+    stream = TextStream(Stop(99, strings=("€🦅!",), decode=model.decode))
+    pieces = []
+    for place, token in enumerate(ids):
+        reason = "length" if place == len(ids) - 1 else None
+        pieces.append(stream.feed(eyas.generate.Round(None, [], [token], reason, 0, 0, 0)))
+    assert round_.tree is None
+    assert "".join(pieces) == "aé€🦅b"
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_bench(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "set.jsonl").write_text('{"id": "a", "turns": ["hello"]}\n{"id": "b", "turns": ["you", "more"]}\n')
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\nthree\n")
+    record = run_json(
+        capsys, "bench", "--target", str(folder / "target"), "--dtype", "float64", "--limit", "2",
+        "--workload", str(tmp_path / "set.jsonl"), "--workload", str(tmp_path / "lines.txt"),
+        "--method", f"{folder / 'eagle'}@static", "--method", f"{folder / 'eagle'}@dynamic",
+        "--method", f"{folder / 'eagle3'}@chain:2", "--max-new-tokens", "20", "--temperature", "0.8",
+    )  # fmt: skip
+    assert {"machine", "versions", "target", "rows"} <= record.keys()
+    assert [row["method"] for row in record["rows"]] == ["plain", "eagle", "eagle2", "eagle3"] * 2
+    for row in record["rows"]:
+        assert row.keys() >= ROW_KEYS
+        assert (row["sequences"], row["identical"], row["divergences"]) == (2, 2, [])
+    assert record["rows"][0]["tau"] == 1.0
+
+
+def test_demo_on_a_tiny_model(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    record = run_json(
+        capsys, "demo", "--target", str(folder / "target"), "--head", str(folder / "eagle3"), "--limit", "2",
+        "--max-new-tokens", "12", "--dtype", "float64",
+    )  # fmt: skip
+    assert [row["method"] for row in record["rows"]] == ["plain", "eagle3"]
+    assert [text["identical"] for text in record["texts"]] == [True, True]
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    record = run_json(capsys, "inspect", "--head", str(folder / "eagle3"), "--target", str(folder / "target"))
+    assert record["head"]["kind"] == "eagle3"
+    assert record["head"]["draft_vocabulary"] == 130
+    assert record["fit"] == {"fits": True, "findings": []}
+    assert "wide" in refused(capsys, "inspect", "--head", str(folder / "eagle"), "--target", str(folder / "other"))
+
+
+def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt_ids": [1, 9, i + 4], "response_ids": [40 + i, 50, 60, 2]}) for i in range(8)]
+    answers = tmp_path / "answers.jsonl.gz"
+    answers.write_bytes(gzip.compress("\n".join(lines).encode()))
+    out = tmp_path / "head"
+    common = (
+        "train", "--target", str(folder / "target"), "--answers", str(answers), "--out", str(out), "--dtype", "float32",
+        "--draft-vocab", "64", "--checkpoint-every", "2", "--kind", "eagle3", "--features", str(tmp_path / "states"),
+    )  # fmt: skip
+    record = run_json(capsys, *common, "--steps", "3")
+    assert record["steps"] == 3
+    assert "holds a training" in refused(capsys, *common, "--steps", "5")
+    assert run_json(capsys, *common, "--steps", "5", "--resume")["steps"] == 5
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 4  # steps 2, 3, 4 and 5
+    assert "eagle3 head" in (out / "card.md").read_text()
+    target = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--max-new-tokens", "9")
+    assert run_json(capsys, *target, "--head", str(out))["token_ids"] == run_json(capsys, *target)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "nowhere", "--prompt", "x"], "unknown target 'nowhere'"),
+        (["--target", "{empty}", "--prompt", "x"], "no config.json"),
+        (["--target", "{t}", "--prompt", ""], "prompt is empty"),
+        (["--target", "{t}", "--prompt", "x" * 400], "context holds 256"),
+        (["--target", "{t}", "--prompt", "x", "--top-p", "0"], "top_p"),
+        (["--target", "{t}", "--prompt", "x", "--top-p", "1.01"], "top_p"),
+        (["--target", "{t}", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--target", "{t}", "--prompt", "x", "--top-k", "-2"], "top_k"),
+        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "invalid int value"),
+        (["--target", "{t}", "--prompt", "x", "--tree", "bush"], "unknown tree 'bush'"),
+        (["--target", "{t}", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["--target", "{t}", "--prompt", "x", "--head", "nowhere"], "unknown head 'nowhere'"),
+        (["--target", "{t}", "--prompt", "x", "--threads", "0"], "--threads"),
+        (["--target", "{t}", "--prompt", "x", "--stop", ""], "stop string"),
+        (["--target", "{t}", "--prompt-file", "{t}/nothing"], "cannot read the prompt file"),
+        (["--target", "{t}"], "prompt"),
+        (["--target", "{t}", "--prompt", "x", "--wings"], "unrecognized arguments"),
+        (["--target", "{gguf}", "--prompt", "x"], "cannot read the GGUF file"),
+        (["--target", "{broken}", "--prompt", "x"], "cannot load the target"),
+    ],
+)
+def test_bad_input_is_one_plain_sentence(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text((folder / "target" / "config.json").read_text())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "broken" / name).write_text((folder / "target" / name).read_text())
+    weights = (folder / "target" / "model.safetensors").read_bytes()
+    (tmp_path / "broken" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    places = {"t": folder / "target", "empty": tmp_path / "empty", "gguf": tmp_path / "model.gguf"}
+    filled = [a.format(**places, broken=tmp_path / "broken") for a in arguments]
+    assert message in refused(capsys, "generate", *filled)
+    assert message in refused(capsys, "generate", *filled, "--json")
+    assert not (tmp_path / "cache" / "targets").exists(), "nothing half-written"
+
+
+@pytest.mark.parametrize("content", ["", "{\n", '{"turns": []}', '{"turns": [3]}', "[1]"])
+def test_bad_workloads(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "set.jsonl").write_text(content)
+    refused(capsys, "bench", "--target", str(folder / "target"), "--workload", str(tmp_path / "set.jsonl"))
+    refused(capsys, "bench", "--target", str(folder / "target"), "--workload", str(tmp_path / "missing.jsonl"))
+
+
+def test_random_flags_never_give_a_traceback(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """Exit code 0 or 2 for whatever stands on the command line."""
+    draw = random.Random(0)
+    values = {
+        "--temperature": ["0", "0.5", "1", "-1", "nan", "inf", "x", "1e-30", "1e30"],
+        "--top-k": ["0", "1", "5", "-1", "999999999", "1.5"],
+        "--top-p": ["1", "0.5", "0", "1e-9", "-1", "nan"],
+        "--seed": ["0", "-5", "9223372036854775807", "9223372036854775808", "x"],
+        "--max-new-tokens": ["1", "2", "9", "0", "-1"],
+        "--tree": [
+            "auto",
+            "chain:1",
+            "chain:99",
+            "static",
+            "dynamic:nodes=3",
+            "dynamic:levels=9,top_k=400,nodes=7",
+            "?",
+        ],
+        "--head": ["none", str(folder / "eagle"), str(folder / "eagle3"), "nothing"],
+        "--prompt": ["x", "", "é€", "\x00", "<s></s>"],
+        "--stop": ["a", "", "\ufffd"],
+        "--dtype": ["float32", "float64", "bfloat16", "int8"],
+    }
+    outcomes = []
+    for _ in range(120):
+        chosen = draw.sample(sorted(values), draw.randint(1, 6))
+        flags = [part for flag in chosen for part in (flag, draw.choice(values[flag]))]
+        outcomes.append(main(["generate", "--target", str(folder / "target"), "--max-new-tokens", "4", *flags]))
+        assert "Traceback" not in capsys.readouterr().err
+    assert set(outcomes) == {0, 2}
