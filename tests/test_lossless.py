@@ -44,31 +44,34 @@ def heads(target: EagerTarget) -> dict[str, Drafter]:
 
 @dataclass
 class Oracle(Drafter):
-    """Knows the target's greedy continuation (`offset` 0), or always names the token `offset` places beside it."""
+    """Knows the target's greedy continuation; names the token `offset` places beside it, after `decoys` wrong ones."""
 
     target: EagerTarget
     offset: int = 0
+    decoys: int = 0
     kind = "eagle"
-    reads = ()
-    seen: list[int] = field(default_factory=lambda: list(PROMPT[:1]))
+    reads = (1, 2, 4)
+    shown: list[tuple[list[int], Tensor]] = field(default_factory=list)  # what `observe` was given
 
     def new_state(self) -> list[list[int]]:
-        self.seen = list(PROMPT[:1])
-        return []
+        """The texts that end in the rows of this round, the first one verified."""
+        return [list(PROMPT[:1])]
 
     def observe(self, state: list[list[int]], tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
-        self.seen += tokens
-        state[:] = [list(self.seen)]
-        return self._next(state)
+        self.shown.append((list(tokens), hidden_TLD))
+        state[:] = [[*state[0], *tokens]]
+        return self._candidates(state)
 
     def expand(self, state: list[list[int]], rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates:
-        state.append([*state[rows[0]], tokens[0]])
-        return self._next(state)
+        new = [[*state[row], token] for row, token in zip(rows, tokens, strict=True)]
+        state += new
+        return self._candidates(new)
 
-    def _next(self, state: list[list[int]]) -> Candidates:
-        logits = self.target.verify([(self.target.new_cache(), Tree.chain(state[-1]))], last_only=True)[0].logits_NV
-        token = (int(logits[0].argmax()) + self.offset) % VOCAB
-        return Candidates(torch.tensor([[token]]), torch.zeros(1, 1))
+    def _candidates(self, texts: list[list[int]]) -> Candidates:
+        prompts = [(self.target.new_cache(), Tree.chain(text)) for text in texts]
+        best = [int(v.logits_NV[0].argmax()) + self.offset for v in self.target.verify(prompts, last_only=True)]
+        tokens = [[(token + 1 + decoy) % VOCAB for decoy in range(self.decoys)] + [token % VOCAB] for token in best]
+        return Candidates(torch.tensor(tokens), torch.zeros(len(texts), self.decoys + 1))
 
     def can_propose(self, token: int) -> bool:
         return True
@@ -105,6 +108,10 @@ def test_budget_ends_inside_a_path(target: EagerTarget, budget: int) -> None:
     assert drafted.tokens == plain.tokens
     assert len(drafted.tokens) == budget
     assert drafted.rounds[-1].finish_reason == plain.rounds[-1].finish_reason == "length"
+    left = budget - 1
+    for round_ in drafted.rounds[1:]:  # no level is drafted that the budget cannot deliver
+        assert round_.tree is not None and max(round_.tree.depths) == min(4, left - 1)
+        left -= len(round_.tokens)
 
 
 def test_end_token_and_stop_string_inside_a_path(target: EagerTarget) -> None:
@@ -154,6 +161,22 @@ def test_refuses_prompts_without_room(target: EagerTarget) -> None:
             next(generate_plain(target, prompt, Sampling(), Stop(4)))
         with pytest.raises(InputError, match=message):
             next(generate(target, Oracle(target), Chain(2), prompt, Sampling(), Stop(4)))
+
+
+def test_a_head_observes_the_true_states_of_the_accepted_tokens(target: EagerTarget) -> None:
+    """Also where the accepted path is not the first nodes of the tree: here the right token is the second child."""
+    oracle = Oracle(target, decoys=1)
+    policy = parse_policy("dynamic:levels=3,top_k=2,nodes=9")
+    answer = timed(generate(target, oracle, policy, PROMPT, Sampling(), Stop(30)))
+    assert all(round_.path[1] == 2 for round_ in answer.rounds[1:] if len(round_.path) > 1)
+    assert (tau([answer]) or 0) > 1.5
+    text = [*PROMPT, *answer.tokens]
+    states_TLD = target.verify([(target.new_cache(), Tree.chain(text))], oracle.reads)[0].hidden_NLD
+    place = 0
+    for tokens, hidden_TLD in oracle.shown:
+        assert tokens == text[place + 1 : place + 1 + len(tokens)]
+        torch.testing.assert_close(hidden_TLD, states_TLD[place : place + len(tokens)], rtol=0, atol=1e-10)
+        place += len(tokens)
 
 
 def test_walk_by_hand() -> None:

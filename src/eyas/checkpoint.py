@@ -74,7 +74,7 @@ def load_target(
     Raises:
         InputError: no such target, a family that eyas does not support, or files that cannot be read.
     """
-    folder = _target_folder(name)
+    folder = target_folder(name)
     try:
         config = AutoConfig.from_pretrained(folder)
         family_of(config.model_type, getattr(config, "rope_parameters", None) or {})
@@ -152,7 +152,12 @@ def save_head(head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str | i
     temporary.rename(folder / "card.md")
 
 
-def _target_folder(name: str) -> Path:
+def target_folder(name: str) -> Path:
+    """Where a target lies in transformers format, converted into the cache first if need be.
+
+    Raises:
+        InputError: no such target, or a GGUF file that cannot be read.
+    """
     if name == DEMO_TARGET:
         return _convert_gguf(_demo_gguf())
     path = Path(name)

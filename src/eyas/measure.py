@@ -103,17 +103,30 @@ def find_divergence(
     if position >= min(len(ours), len(theirs)):
         ended = [None if position >= len(side) else side[position] for side in (theirs, ours)]
         return Divergence(position, ended[0], ended[1], gap=None, difference=None, explained=False)
-    plain_token, token = theirs[position], ours[position]
-    plain_V = _replayed_logits(target, prompt, plain, position)
-    other_V = _replayed_logits(target, prompt, other, position)
+    plain_V = replayed_logits(target, prompt, plain, position)
+    other_V = replayed_logits(target, prompt, other, position)
+    tokens = (theirs[position], ours[position])
+    return judge(plain_V, other_V, tokens, sampling, position, len(prompt), target.spec.dtype)
+
+
+def judge(
+    plain_V: Tensor,
+    other_V: Tensor,
+    tokens: tuple[int, int],
+    sampling: Sampling,
+    position: int,
+    num_prompt: int,
+    dtype: torch.dtype,
+) -> Divergence:
+    """Two computations of one distribution, and the tokens (plain, other) drawn from them: why do they differ?"""
     difference = float((plain_V - other_V).abs().max())
-    gap = _gap(plain_V, other_V, plain_token, token, sampling, len(prompt) + position)
+    gap = _gap(plain_V, other_V, *tokens, sampling, num_prompt + position)
     scale = sampling.temperature or 1.0
-    explained = gap <= 2 * difference / scale and difference <= ROUNDING[target.spec.dtype]
-    return Divergence(position, plain_token, token, gap, difference, explained)
+    explained = gap <= 2 * difference / scale and difference <= ROUNDING[dtype]
+    return Divergence(position, *tokens, gap, difference, explained)
 
 
-def _replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answer, position: int) -> Tensor:
+def replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answer, position: int) -> Tensor:
     """The logits from which `answer` drew its token at `position`, computed again by the same forwards."""
     cache = target.new_cache()
     tree, delivered = Tree.chain(prompt), 0

@@ -101,7 +101,7 @@ class Model:
             return self._checked_ids(prompt)
         if self.tokenizer.chat_template is None:
             raise InputError("the target has no chat template: give a text (--raw) instead of a conversation")
-        messages = [dict(message) for message in prompt if not isinstance(message, int)]
+        messages = [_checked_message(message) for message in prompt]
         text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
@@ -183,6 +183,12 @@ class Model:
         if len(ids) != len(prompt):
             raise InputError(f"token ids must be integers between 0 and {size - 1}")
         return ids
+
+
+def _checked_message(message: Message | int) -> dict[str, str]:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise InputError(f"a conversation is a list of messages with role and content, got {message!r} in it")
+    return {"role": str(message["role"]), "content": str(message["content"])}
 
 
 def load(

@@ -99,8 +99,12 @@ def new_head(
         config = EagleConfig(block, (spec.num_layers,), spec.vocab_size, noise=noise)
         head = Eagle(config, target.embedding_VD, target.head_VD)
         fc = _behind(identity_DD, generator)
-        # this block has no norm before its attention: fold the layer's into its projections
-        qkv = {name: layer[f"self_attn.{name}_proj.weight"] * input_norm_D for name in "qkv"}
+        # no norm stands before this block's attention: fold the layer's own into its projections, for features of the
+        # final norm's size; and start from f_{i+1} = f_i, since the layer writes at the scale of un-normed states
+        scale_D = input_norm_D / final_norm_D.square().mean().sqrt()
+        qkv = {name: layer[f"self_attn.{name}_proj.weight"] * scale_D for name in "qkv"}
+        layer["self_attn.o_proj.weight"] = torch.zeros_like(layer["self_attn.o_proj.weight"])
+        layer["mlp.down_proj.weight"] = torch.zeros_like(layer["mlp.down_proj.weight"])
         start = {"fc.weight": fc, "fc.bias": torch.zeros(spec.width)}
     else:
         reads = default_reads(spec.num_layers)
