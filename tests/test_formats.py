@@ -115,7 +115,11 @@ def test_a_head_for_another_target_is_refused(folder: Path, tmp_path: Path) -> N
     target, _ = load_target(str(folder / "target"))
     shutil.copytree(folder / "eagle", tmp_path / "head")
     config = json.loads((tmp_path / "head" / "config.json").read_text())
-    for key, value, message in (("vocab_size", 99, "99 tokens"), ("eyas_reads", [9], "states 0 to 4")):
+    for key, value, message in (
+        ("vocab_size", 99, "99 tokens"),
+        ("eyas_reads", [9], "states 0 to 4"),
+        ("eyas_target", {"family": "mistral"}, "family 'mistral'"),
+    ):
         (tmp_path / "head" / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(InputError, match=message):
             load_head(str(tmp_path / "head"), target)

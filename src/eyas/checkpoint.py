@@ -88,7 +88,7 @@ def load_target(
 
 
 def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | int]:
-    """What a head was made for: a digest of the target's weights, its dtype, its tokenizer and its chat template."""
+    """What a head was made for: the target's family and dtype, digests of its weights, tokenizer and chat template."""
     digest = hashlib.sha256()
     for tensor in (target.embedding_VD, target.head_VD, *target.last_layer().values()):
         # rounded first, so that one model loaded in float32 and in bfloat16 is one model
@@ -96,6 +96,7 @@ def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) 
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     template = hashlib.sha256(str(tokenizer.chat_template).encode())
     return {
+        "family": target.spec.family,
         "weights": digest.hexdigest()[:16],
         "dtype": str(target.spec.dtype).removeprefix("torch."),
         "tokenizer": vocabulary.hexdigest()[:16],
@@ -129,6 +130,10 @@ def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
     """
     file = read_head(head_folder(name))
     spec = target.spec
+    made_for = file.config.get("eyas_target")
+    if isinstance(made_for, dict) and made_for.get("family", spec.family) != spec.family:
+        raise InputError(f"the head {name!r} was made for a target of family {made_for['family']!r}, and {spec.name!r} is "
+                         f"of family {spec.family!r}")  # fmt: skip
     vocab_size = file.config.get("vocab_size")
     if vocab_size != spec.vocab_size:
         raise InputError(f"the head {name!r} was made for a vocabulary of {vocab_size} tokens, and the target "

@@ -22,7 +22,7 @@ import transformers
 from eyas import bench, checkpoint, data, doctor, features, train
 from eyas.errors import InputError
 from eyas.measure import timed
-from eyas.model import AUTO_TREE, Model, TextStream, load
+from eyas.model import AUTO_TREE, BACKENDS, Model, TextStream, load
 from eyas.policies import parse_policy
 from eyas.sampling import Sampling
 
@@ -216,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="answer one prompt")
     _common(generate, target=None, max_new_tokens=256)
-    generate.add_argument("--head", default=None, help="a shipped head, a folder, or none (default)")
+    generate.add_argument("--head", type=_head, default=None, help="a shipped head, a folder, or none (default)")
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the prompt's text")
     source.add_argument("--prompt-file", help="a file with the prompt; - is standard input")
@@ -252,6 +252,7 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
     else:
         parser.add_argument("--target", default=target, help="a folder, a GGUF file, or smollm2 (default)")
     parser.add_argument("--tree", default="auto", help=f"chain:K, static[:FILE], dynamic:..., auto ({AUTO_TREE})")
+    parser.add_argument("--backend", default="auto", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     parser.add_argument("--dtype", default=None, help="float32 (default), bfloat16 or float64")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -289,7 +290,7 @@ def _load(arguments: argparse.Namespace, head: str | None) -> Model:
     _sampling(arguments)  # wrong settings are refused before anything slow
     if arguments.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {arguments.max_new_tokens}")
-    model = load(arguments.target, None if head == "none" else head, dtype=arguments.dtype, tree=arguments.tree)
+    model = load(arguments.target, head, backend=arguments.backend, dtype=arguments.dtype, tree=arguments.tree)
     if model.drafter is not None and arguments.tree == "auto":
         _say(f"tree: {model.policy} (not tuned for this machine)")
     _note_generation_config(model)
@@ -306,6 +307,10 @@ def _note_generation_config(model: Model) -> None:
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:
     return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+
+
+def _head(text: str) -> str | None:
+    return None if text == "none" else text
 
 
 def _method(text: str) -> tuple[str, str]:

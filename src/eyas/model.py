@@ -23,6 +23,7 @@ from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.verify import FinishReason, Stop
 
+BACKENDS = ("auto", "eager")
 AUTO_TREE = "dynamic:levels=4,top_k=4,nodes=10"  # stated default until a tree has been tuned: small, for CPUs
 
 
@@ -195,6 +196,7 @@ def load(
     target: str,
     head: str | None = None,
     *,
+    backend: str = "auto",
     dtype: str | torch.dtype | None = None,
     tree: str = "auto",
 ) -> Model:
@@ -203,12 +205,15 @@ def load(
     Arguments:
         target: a folder in transformers format, a GGUF file, or "smollm2".
         head: a head's folder, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None for plain decoding.
+        backend: "auto" or "eager" (transformers on the CPU, the one there is so far).
         dtype: "float32" (default), "bfloat16" or "float64".
         tree: "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
 
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
     """
+    if backend not in BACKENDS:
+        raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
     policy = parse_policy(AUTO_TREE if tree == "auto" else tree)
     chosen = parse_dtype(dtype)
     loaded, tokenizer = load_target(target, chosen)
