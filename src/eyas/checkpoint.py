@@ -132,8 +132,8 @@ def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
     spec = target.spec
     made_for = file.config.get("eyas_target")
     if isinstance(made_for, dict) and made_for.get("family", spec.family) != spec.family:
-        raise InputError(f"the head {name!r} was made for a target of family {made_for['family']!r}, and {spec.name!r} is "
-                         f"of family {spec.family!r}")  # fmt: skip
+        raise InputError(f"the head {name!r} was made for a target of family {made_for['family']!r}, and {spec.name!r} "
+                         f"is of family {spec.family!r}")  # fmt: skip
     vocab_size = file.config.get("vocab_size")
     if vocab_size != spec.vocab_size:
         raise InputError(f"the head {name!r} was made for a vocabulary of {vocab_size} tokens, and the target "
