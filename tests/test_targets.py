@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from tiny import VOCAB, tiny_target
+from tiny import FAMILY_SETTINGS, VOCAB, tiny_target
 from torch.testing import assert_close
 
 import eyas.targets.eager as eager
 from eyas.errors import InputError
-from eyas.targets.families import default_reads, family_of
+from eyas.targets.families import FAMILIES, default_reads, family_of
 from eyas.tree import Tree
 
 PROMPT = [1, 8, 4, 4, 30]
@@ -36,8 +34,31 @@ def check_tree(target: eager.EagerTarget, prompt: list[int] = PROMPT) -> None:
         assert_close(verified.hidden_NLD[node], hidden_LD, rtol=0, atol=1e-10)
 
 
-def test_every_node_equals_its_path_run_alone() -> None:
-    check_tree(tiny_target())
+@pytest.mark.parametrize("family", FAMILY_SETTINGS)
+def test_every_node_equals_its_path_run_alone(family: str) -> None:
+    check_tree(tiny_target(family=family))
+    check_tree(tiny_target(family=family), prompt=[(7 * i) % VOCAB for i in range(40)])  # longer than the windows
+
+
+def test_every_family_has_its_tiny_model() -> None:
+    assert FAMILY_SETTINGS.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_a_window_over_nodes_instead_of_depths_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_node(caches, trees, window):
+        trees = [replace_depths(tree) for tree in trees]
+        return window_by_depth(caches, trees, window)
+
+    def replace_depths(tree: Tree) -> Tree:
+        copy = Tree(tree.tokens, tree.parents)
+        object.__setattr__(copy, "depths", tuple(range(len(tree))))
+        return copy
+
+    window_by_depth = eager._window
+    monkeypatch.setattr(eager, "_window", by_node)
+    with pytest.raises(AssertionError):
+        check_tree(tiny_target(family=family), prompt=[(7 * i) % VOCAB for i in range(40)])
 
 
 def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +94,9 @@ def test_keep_leaves_exactly_the_accepted_path(path: list[int]) -> None:
     assert_close(after.hidden_NLD[0], hidden_LD, rtol=0, atol=1e-10)
 
 
-def test_many_sequences_in_one_forward_equal_each_alone() -> None:
-    target = tiny_target()
+@pytest.mark.parametrize("family", FAMILY_SETTINGS)
+def test_many_sequences_in_one_forward_equal_each_alone(family: str) -> None:
+    target = tiny_target(family=family)
     prompts = [[1, 9], PROMPT, [1, 2, 3, 4, 5, 6, 7, 8]]
     trees = [TREE, Tree.chain([4]), Tree((2, 6, 7), (-1, 0, 0))]
     caches = [target.new_cache() for _ in prompts]
@@ -112,4 +134,6 @@ def test_refuses_families_and_rotary_kinds_that_it_cannot_verify() -> None:
         family_of("mamba", {})
     with pytest.raises(InputError, match="longrope"):
         family_of("llama", {"rope_type": "longrope"})
-    assert replace(family_of("llama", {"rope_type": "llama3"})).name == "Llama"
+    with pytest.raises(InputError, match="dynamic"):
+        family_of("gemma3_text", {"full_attention": {"rope_type": "dynamic"}})
+    assert family_of("llama", {"rope_type": "llama3"}).name == "Llama"

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from eyas.targets.eager import EagerTarget
 
 VOCAB = 61
 
 
+FAMILY_SETTINGS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
+}
+
+
 def tiny_target(
-    dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 4, width: int = 32, vocab: int = VOCAB
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    layers: int = 4,
+    width: int = 32,
+    vocab: int = VOCAB,
+    family: str = "llama",
 ) -> EagerTarget:
-    """A Llama with grouped heads and head_dim != width / heads, its logits spread enough to decide."""
+    """A model with grouped heads and head_dim != width / heads, its logits spread enough to decide; windows are
+    shorter than the texts of the tests."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=vocab,
         hidden_size=width,
         intermediate_size=48,
@@ -29,8 +45,9 @@ def tiny_target(
         eos_token_id=2,
         bos_token_id=1,
         pad_token_id=0,
+        **FAMILY_SETTINGS[family],
     )
-    return EagerTarget(LlamaForCausalLM(config).to(dtype), "tiny")
+    return EagerTarget(AutoModelForCausalLM.from_config(config).to(dtype), "tiny")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

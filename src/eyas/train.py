@@ -122,6 +122,7 @@ def new_head(
         }
     start |= {f"block.self_attn.{name}_proj.weight": weight for name, weight in qkv.items()}
     start = {f"block.{key}": value for key, value in layer.items()} | start
+    start = {key: value for key, value in start.items() if key in head.state_dict()}  # no biases, no q/k norms here
     head.load_state_dict({**head.state_dict(), **start})
     return head
 

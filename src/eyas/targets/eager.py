@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eyas.targets.base import Target, TargetSpec, Verified
-from eyas.targets.families import family_of
+from eyas.targets.families import family_of, rope_theta_of
 from eyas.tree import Tree
 
 _GROWTH = 256  # rows added to a cache at a time
@@ -87,27 +87,27 @@ class EagerTarget(Target[EagerCache]):
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         config = model.config
-        rope = config.rope_parameters
-        family_of(config.model_type, rope)
+        self._family = family_of(config.model_type, config.rope_parameters)
         model.set_attn_implementation("sdpa")  # flash attention takes no 4-D mask
         self.model = model.eval().requires_grad_(False)
+        optional = config.to_dict()  # fields that only some families have
+        self._window: int | None = optional.get("sliding_window")
+        self._softcap: float | None = optional.get("final_logit_softcapping")
         eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
-        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-        heads = config.num_attention_heads
         self.spec = TargetSpec(
             name=name,
             family=config.model_type,
             num_layers=config.num_hidden_layers,
             width=config.hidden_size,
-            num_heads=heads,
+            num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim or config.hidden_size // heads,
+            head_dim=optional.get("head_dim") or config.hidden_size // config.num_attention_heads,
             ffn_width=config.intermediate_size,
             vocab_size=config.vocab_size,
             norm_eps=config.rms_norm_eps,
-            rope_theta=float(rope["rope_theta"]),
+            rope_theta=rope_theta_of(config.rope_parameters),
             max_length=config.max_position_embeddings,
-            eos_ids=eos_ids,
+            eos_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
             dtype=model.dtype,
             device=model.device,
         )
@@ -135,7 +135,7 @@ class EagerTarget(Target[EagerCache]):
             positions_BN[i, : len(tree)] = cache.length + torch.tensor(tree.depths)
         output = self.model.base_model(
             input_ids=tokens_BN.to(device),
-            attention_mask=_tree_mask(caches, trees).to(device),
+            attention_mask=self._masks(caches, trees),
             position_ids=positions_BN.to(device),
             use_cache=True,
             output_hidden_states=len(reads) > 0,
@@ -147,7 +147,7 @@ class EagerTarget(Target[EagerCache]):
             final_ND = output.last_hidden_state[i, n - 1 : n] if last_only else output.last_hidden_state[i, :n]
             hidden = [output.hidden_states[read][i, :n] for read in reads]
             hidden_NLD = torch.stack(hidden, dim=1) if hidden else final_ND.new_empty(n, 0, self.spec.width)
-            results.append(Verified(self._head(final_ND), hidden_NLD))
+            results.append(Verified(self._logits(final_ND), hidden_NLD))
         return results
 
     @torch.inference_mode()
@@ -172,11 +172,24 @@ class EagerTarget(Target[EagerCache]):
         return self._head.weight
 
     def last_layer(self) -> dict[str, Tensor]:
-        """The last decoder layer's weights and the final norm (`norm.weight`): what a new head starts from."""
-        return {
-            **self._layers[-1].state_dict(),
-            "norm.weight": self._norm.get_parameter("weight"),
-        }
+        """The last decoder layer's weights and the final norm (`norm.weight`), by Llama's names and meanings: what a
+        new head starts from."""
+        family = self._family
+        weights = {**self._layers[-1].state_dict(), "norm.weight": self._norm.get_parameter("weight")}
+        weights["post_attention_layernorm.weight"] = weights[f"{family.mlp_norm}.weight"]
+        return {name: weight + family.norm_offset if "norm" in name else weight for name, weight in weights.items()}
+
+    def _logits(self, final_ND: Tensor) -> Tensor:
+        logits_NV = self._head(final_ND)
+        return logits_NV if self._softcap is None else self._softcap * torch.tanh(logits_NV / self._softcap)
+
+    def _masks(self, caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor | dict[str, Tensor]:
+        """What the model's layers may look at, in the form that the family's model takes."""
+        full = _tree_mask(caches, trees).to(self.spec.device)
+        if self._family.masks == "full":
+            return full
+        windowed = full if self._window is None else full & _window(caches, trees, self._window).to(full.device)
+        return windowed if self._family.masks == "window" else {"full_attention": full, "sliding_attention": windowed}
 
 
 def _tree_mask(caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor:
@@ -193,3 +206,15 @@ def _tree_mask(caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor:
         mask[i, 0, :n, past : past + n] = tree.ancestor_mask()
         mask[i, 0, n:, 0] = True
     return mask
+
+
+def _window(caches: Sequence[EagerCache], trees: Sequence[Tree], window: int) -> Tensor:
+    """[B, 1, N, past + N] bool: is the column less than `window` positions before the row? Positions go by depth."""
+    rows = max(len(tree) for tree in trees)
+    columns = max(cache.length + len(tree) for cache, tree in zip(caches, trees, strict=True))
+    near = torch.ones(len(trees), 1, rows, columns, dtype=torch.bool)
+    for i, (cache, tree) in enumerate(zip(caches, trees, strict=True)):
+        positions_N = cache.length + torch.tensor(tree.depths)
+        seen = torch.cat((torch.arange(cache.length), positions_N))
+        near[i, 0, : len(tree), : len(seen)] = seen > positions_N[:, None] - window
+    return near

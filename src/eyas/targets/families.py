@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from eyas.errors import InputError
 
@@ -17,10 +18,19 @@ class Family:
     """A model family that eyas verifies trees with."""
 
     name: str
+    masks: Literal["full", "window", "by_kind"]  # one full mask; one windowed mask; a mask for each kind of layer
+    mlp_norm: str = "post_attention_layernorm"  # the norm before the MLP, which a new head's block starts from
+    norm_offset: float = 0.0  # Gemma stores w of (1 + w)
 
 
 # Keyed by `model_type` of a transformers config.
-FAMILIES: dict[str, Family] = {"llama": Family("Llama")}
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", masks="full"),
+    "mistral": Family("Mistral", masks="window"),
+    "qwen2": Family("Qwen2", masks="by_kind"),
+    "qwen3": Family("Qwen3", masks="by_kind"),
+    "gemma3_text": Family("Gemma3", masks="by_kind", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
+}
 
 # Rotary kinds whose frequencies depend on nothing but the position. `dynamic` and `longrope` change them with the
 # length of the sequence, so a deep speculative node would change the result of the nodes before it.
@@ -35,11 +45,26 @@ def family_of(model_type: str, rope_parameters: Mapping[str, object]) -> Family:
     """
     if model_type not in FAMILIES:
         raise InputError(f"models of type {model_type!r} are not supported; supported: {', '.join(FAMILIES)}")
-    rope_type = rope_parameters.get("rope_type", "default")
-    if rope_type not in FIXED_ROPE_TYPES:
-        raise InputError(f"rotary embeddings of type {rope_type!r} depend on the length of the sequence and cannot be "
-                         f"verified as a tree; supported: {', '.join(FIXED_ROPE_TYPES)}")  # fmt: skip
+    for parameters in _rope_kinds(rope_parameters):
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type not in FIXED_ROPE_TYPES:
+            raise InputError(f"rotary embeddings of type {rope_type!r} depend on the length of the sequence and cannot "
+                             f"be verified as a tree; supported: {', '.join(FIXED_ROPE_TYPES)}")  # fmt: skip
     return FAMILIES[model_type]
+
+
+def rope_theta_of(rope_parameters: Mapping[str, object]) -> float:
+    """The rotary base of the layers that see everything: what a head on this target uses."""
+    theta = _rope_kinds(rope_parameters)[0].get("rope_theta", 10000.0)
+    assert isinstance(theta, (int, float)), theta
+    return float(theta)
+
+
+def _rope_kinds(rope_parameters: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """Rotary parameters by kind of layer, those of full attention first; most models have one set for all layers."""
+    kinds = [rope_parameters.get(kind) for kind in ("full_attention", "sliding_attention")]
+    by_kind = [parameters for parameters in kinds if isinstance(parameters, Mapping)]
+    return by_kind or [rope_parameters]
 
 
 def default_reads(num_layers: int) -> tuple[int, int, int]:
