@@ -23,6 +23,7 @@ import eyas
 from eyas.bench import machine, read_workload, versions
 from eyas.checkpoint import target_folder
 from eyas.measure import Divergence, judge, replayed_logits, timed
+from eyas.sampling import Prefix
 
 
 def main() -> int:
@@ -79,7 +80,8 @@ def compare(model: eyas.Model, reference: torch.nn.Module, text: str, max_new_to
     theirs_V = output.logits[position][0].to(torch.float64)
     ours_V = replayed_logits(model.target, ids, answer, position)
     tokens = (expected[position], ours[position])
-    return judge(theirs_V, ours_V, tokens, eyas.Sampling(), position, len(ids), model.target.spec.dtype)
+    prefix = Prefix([*ids, *ours[:position]], len(ids))
+    return judge(theirs_V, ours_V, tokens, eyas.Sampling(), prefix, model.target.spec.dtype)
 
 
 if __name__ == "__main__":

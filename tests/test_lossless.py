@@ -19,7 +19,7 @@ from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
 from eyas.measure import Answer, alpha_by_depth, tau, timed
 from eyas.policies import Chain, Policy, parse_policy
-from eyas.sampling import Sampling
+from eyas.sampling import Prefix, Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.train import new_head
 from eyas.tree import Tree
@@ -90,12 +90,27 @@ def both(
     return plain, timed(generate(target, drafter, policy, PROMPT, sampling, stop))
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 7, "top_p": 0.8}])
+class NoRepeat:
+    """A processor whose answer depends on the whole prefix: never the token before, never one of the last four."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, ids[0, -4:].unique(), -torch.inf)
+
+
+FILTERS = [
+    {},
+    {"top_k": 7, "top_p": 0.8, "min_p": 0.02},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+    {"processors": (NoRepeat(),)},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_speculative_equals_plain(
-    target: EagerTarget, heads: dict[str, Drafter], kind: str, policy: str, temperature: float, filters: dict[str, int]
+    target: EagerTarget, heads: dict[str, Drafter], kind: str, policy: str, temperature: float, filters: dict
 ) -> None:
     for seed in range(2):
         sampling = Sampling(temperature, seed=seed, sample=seed, **filters)
@@ -201,12 +216,12 @@ def test_walk_by_hand() -> None:
     logits = torch.full((4, 10), -9.0)
     for node, token in enumerate((3, 4, 7, 9)):
         logits[node, token] = 0.0
-    whole = walk(tree, logits, Sampling(), [0, 1], num_prompt=1, stop=Stop(99))
+    whole = walk(tree, logits, Sampling(), Prefix([0, 1], 1), stop=Stop(99))
     assert (whole.path, whole.tokens, whole.finish_reason) == ([0, 1, 3], [3, 4, 9], None)
     # the budget of 3 counts the root, which was emitted before: two more tokens, and no draw after them
-    cut = walk(tree, logits, Sampling(), [0, 1], num_prompt=1, stop=Stop(3))
+    cut = walk(tree, logits, Sampling(), Prefix([0, 1], 1), stop=Stop(3))
     assert (cut.path, cut.tokens, cut.finish_reason) == ([0, 1, 3], [3, 4], "length")
-    ended = walk(tree, logits, Sampling(), [0, 1], num_prompt=1, stop=Stop(99, eos_ids=(3,)))
+    ended = walk(tree, logits, Sampling(), Prefix([0, 1], 1), stop=Stop(99, eos_ids=(3,)))
     assert (ended.path, ended.tokens, ended.finish_reason) == ([0, 1], [3], "stop")
 
 

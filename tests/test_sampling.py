@@ -6,31 +6,66 @@ import math
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from eyas.errors import InputError
-from eyas.sampling import Sampling, gumbel_noise
+from eyas.sampling import Prefix, Sampling, gumbel_noise
+
+PREFIX = Prefix([7, 3, 3, 9, 3, 50], num_prompt=2)
+
+
+def scores(sampling: Sampling, logits: torch.Tensor, prefix: Prefix = PREFIX) -> torch.Tensor:
+    return sampling.filtered(sampling.adjusted(logits, prefix))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 500])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 0.01])
-def test_filters_equal_those_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 1.0])
+def test_settings_equal_those_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(100, generator=torch.Generator().manual_seed(3)) * 3
-    expected = TemperatureLogitsWarper(temperature)(torch.empty(0), logits[None])
+    ids = torch.tensor([PREFIX.tokens])
+    expected = TemperatureLogitsWarper(temperature)(ids, RepetitionPenaltyLogitsProcessor(1.3)(ids, logits[None]))
     if top_k:
-        expected = TopKLogitsWarper(top_k)(torch.empty(0), expected)
-    expected = TopPLogitsWarper(top_p)(torch.empty(0), expected)
-    torch.testing.assert_close(Sampling(temperature, top_k, top_p).scores(logits), expected[0], rtol=0, atol=0)
+        expected = TopKLogitsWarper(top_k)(ids, expected)
+    expected = TopPLogitsWarper(top_p)(ids, expected)
+    if min_p:
+        expected = MinPLogitsWarper(min_p)(ids, expected)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty=1.3)
+    torch.testing.assert_close(scores(sampling, logits), expected[0], rtol=0, atol=0)
+
+
+def test_penalties_by_hand() -> None:
+    logits = torch.tensor([1.0, -1.0, 2.0, 4.0])
+    prefix = Prefix([1, 2, 3, 3, 1], num_prompt=2)  # the answer is 3, 3, 1
+    penalised = scores(Sampling(presence_penalty=0.5, frequency_penalty=0.25), logits, prefix)
+    assert penalised.tolist() == [1.0, -1.75, 2.0, 3.0]
+    assert scores(Sampling(repetition_penalty=2.0), logits, prefix).tolist() == [1.0, -2.0, 1.0, 2.0]
+
+
+def test_processors_see_the_prefix_and_come_before_the_temperature() -> None:
+    seen = []
+
+    def processor(ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(ids.tolist())
+        return rows + 1
+
+    adjusted = scores(Sampling(0.5, processors=(processor,)), torch.zeros(4))
+    assert (adjusted.tolist(), seen) == ([2.0] * 4, [[list(PREFIX.tokens)]])
 
 
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
-    assert Sampling().draw(torch.tensor([1.0, 3.0, 3.0, 2.0]), position=5) == 1
+    assert Sampling().draw(torch.tensor([1.0, 3.0, 3.0, 2.0]), PREFIX) == 1
 
 
 def test_top_p_keeps_the_lowest_ids_among_equals() -> None:
-    scores = Sampling(1.0, top_p=0.5).scores(torch.zeros(4))
-    assert (scores > -math.inf).tolist() == [True, True, False, False]
+    assert (scores(Sampling(1.0, top_p=0.5), torch.zeros(4)) > -math.inf).tolist() == [True, True, False, False]
 
 
 def test_noise_is_a_function_of_its_key_alone() -> None:
@@ -56,7 +91,8 @@ def test_draws_have_the_law_of_the_softmax() -> None:
     p = (logits / 0.8).softmax(-1)
     n = 20_000
     counts = torch.bincount(
-        torch.tensor([Sampling(0.8, seed=5).draw(logits, position) for position in range(n)]), minlength=5
+        torch.tensor([Sampling(0.8, seed=5).draw(logits, Prefix(range(position), 0)) for position in range(n)]),
+        minlength=5,
     )
     chi_square = float(((counts - n * p) ** 2 / (n * p)).sum())
     assert chi_square < 18.47  # 4 degrees of freedom, 0.1 %
@@ -73,6 +109,10 @@ def test_draws_have_the_law_of_the_softmax() -> None:
         ({"top_k": -1}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": math.inf}, "presence_penalty"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty"),
         ({"seed": 1 << 63}, "seed"),
     ],
 )
@@ -83,6 +123,6 @@ def test_refuses_settings_outside_their_range(settings: dict[str, float], messag
 
 def test_refuses_logits_that_are_not_numbers() -> None:
     with pytest.raises(FloatingPointError):
-        Sampling().draw(torch.tensor([0.0, math.nan]), 0)
+        Sampling().draw(torch.tensor([0.0, math.nan]), PREFIX)
     with pytest.raises(FloatingPointError):
-        Sampling(1.0).draw(torch.tensor([-math.inf, -math.inf]), 0)
+        Sampling(1.0).draw(torch.tensor([-math.inf, -math.inf]), PREFIX)

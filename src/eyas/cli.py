@@ -65,7 +65,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     model = _load(arguments, arguments.head)
     items = bench.read_workload(Path(str(files("eyas") / "demo.jsonl")), arguments.limit)
     methods = [bench.Method(None, replace(model, drafter=None)), bench.Method(arguments.head, model)]
-    rows, answers = bench.compare(methods, items, "demo", _sampling(arguments), arguments.max_new_tokens)
+    rows, answers = bench.compare(methods, items, "demo", _sampling(arguments, model), arguments.max_new_tokens)
     texts = []
     for i, item in enumerate(items):
         plain, drafted = (model.decode(side[i].tokens) for side in answers)
@@ -86,7 +86,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     out = sys.stderr if arguments.json else sys.stdout
 
     def shown():
-        for round_ in model.rounds(ids, _sampling(arguments), stop):
+        for round_ in model.rounds(ids, _sampling(arguments, model), stop):
             print(stream.feed(round_), end="", file=out, flush=True)
             yield round_
 
@@ -123,7 +123,6 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    sampling = _sampling(arguments)
     workloads = {path: bench.read_workload(Path(path), arguments.limit) for path in arguments.workload}
     specs = [_method(text) for text in arguments.method]  # before anything slow, so that a typo costs no time
     plain = _load(arguments, None)
@@ -134,7 +133,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     ]
     rows: list[bench.Row] = []
     for path, items in workloads.items():
-        rows += bench.compare(methods, items, Path(path).stem, sampling, arguments.max_new_tokens)[0]
+        rows += bench.compare(methods, items, Path(path).stem, _sampling(arguments, plain), arguments.max_new_tokens)[0]
     return _report(arguments, plain, rows, {})
 
 
@@ -258,6 +257,12 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=None, help="prompt included (default: the model's, or 1)"
+    )
+    parser.add_argument("--presence-penalty", type=float, default=0.0, help="generated tokens only")
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, help="generated tokens only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -293,20 +298,18 @@ def _load(arguments: argparse.Namespace, head: str | None) -> Model:
     model = load(arguments.target, head, backend=arguments.backend, dtype=arguments.dtype, tree=arguments.tree)
     if model.drafter is not None and arguments.tree == "auto":
         _say(f"tree: {model.policy} (not tuned for this machine)")
-    _note_generation_config(model)
+    if model.target.spec.repetition_penalty != 1 and arguments.repetition_penalty is None:
+        _say(f"the model's own repetition_penalty {model.target.spec.repetition_penalty} applies to all methods")
     return model
 
 
-def _note_generation_config(model: Model) -> None:
-    """Name what the model's own generation_config asks for and eyas does not do."""
-    config = model.target.model.generation_config
-    penalty = None if config is None else config.repetition_penalty
-    if penalty not in (None, 1.0):
-        _say(f"note: the model's generation_config sets repetition_penalty {penalty}, which is not applied")
-
-
-def _sampling(arguments: argparse.Namespace) -> Sampling:
-    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+def _sampling(arguments: argparse.Namespace, model: Model | None = None) -> Sampling:
+    """The flags of a draw; without a model, only to refuse wrong ones early."""
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
+    settings = {name: getattr(arguments, name) for name in names}
+    if arguments.repetition_penalty is not None:
+        settings["repetition_penalty"] = arguments.repetition_penalty
+    return Sampling(**settings) if model is None else model.sampling(**settings)
 
 
 def _head(text: str) -> str | None:

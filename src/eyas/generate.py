@@ -14,7 +14,7 @@ from typing import TypeVar
 from eyas.drafters.base import Drafter
 from eyas.errors import InputError
 from eyas.policies import Policy, grow
-from eyas.sampling import Sampling
+from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target, Verified
 from eyas.tree import Tree
 from eyas.verify import FinishReason, Stop, walk
@@ -58,7 +58,7 @@ def generate(
     clock = _Clock()
     verified = _read_prompt(target, cache, tokens, drafter.reads)
     clock.lap("verify")
-    step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, tokens, len(prompt), stop)
+    step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
     hidden_TLD = verified.hidden_NLD
     followers = [*tokens[1:], *step.tokens]  # followers[i] comes after the token whose states are hidden_TLD[i]
     tokens += step.tokens
@@ -72,7 +72,7 @@ def generate(
         clock.lap("draft")
         verified = target.verify([(cache, tree)], drafter.reads)[0]
         clock.lap("verify")
-        step = walk(tree, verified.logits_NV, sampling, tokens, len(prompt), stop)
+        step = walk(tree, verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
         target.keep(cache, step.path)
         hidden_TLD, followers = verified.hidden_NLD[step.path], step.tokens
         tokens += step.tokens
@@ -92,7 +92,7 @@ def generate_plain(target: Target[CacheT], prompt: Sequence[int], sampling: Samp
     tree = None
     while True:
         clock.lap("verify")
-        step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, tokens, len(prompt), stop)
+        step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
         tokens += step.tokens
         yield Round(tree, [] if tree is None else [0], step.tokens, step.finish_reason, *clock.split())
         if step.finish_reason is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eyas.generate import Round
-from eyas.sampling import Sampling
+from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target
 from eyas.tree import Tree
 
@@ -105,25 +105,20 @@ def find_divergence(
         return Divergence(position, ended[0], ended[1], gap=None, difference=None, explained=False)
     plain_V = replayed_logits(target, prompt, plain, position)
     other_V = replayed_logits(target, prompt, other, position)
-    tokens = (theirs[position], ours[position])
-    return judge(plain_V, other_V, tokens, sampling, position, len(prompt), target.spec.dtype)
+    prefix = Prefix([*prompt, *ours[:position]], len(prompt))
+    return judge(plain_V, other_V, (theirs[position], ours[position]), sampling, prefix, target.spec.dtype)
 
 
 def judge(
-    plain_V: Tensor,
-    other_V: Tensor,
-    tokens: tuple[int, int],
-    sampling: Sampling,
-    position: int,
-    num_prompt: int,
-    dtype: torch.dtype,
+    plain_V: Tensor, other_V: Tensor, tokens: tuple[int, int], sampling: Sampling, prefix: Prefix, dtype: torch.dtype
 ) -> Divergence:
     """Two computations of one distribution, and the tokens (plain, other) drawn from them: why do they differ?"""
     difference = float((plain_V - other_V).abs().max())
-    gap = _gap(plain_V, other_V, *tokens, sampling, num_prompt + position)
-    scale = sampling.temperature or 1.0
-    explained = gap <= 2 * difference / scale and difference <= ROUNDING[dtype]
-    return Divergence(position, *tokens, gap, difference, explained)
+    adjusted = [sampling.adjusted(logits_V, prefix) for logits_V in (plain_V, other_V)]
+    moved = float((adjusted[0] - adjusted[1]).nan_to_num(0.0).abs().max())  # -inf - -inf: ruled out on both sides
+    gap = min(_gap(adjusted_V, tokens, sampling, len(prefix.tokens)) for adjusted_V in adjusted)
+    explained = gap <= 2 * moved and difference <= ROUNDING[dtype]
+    return Divergence(len(prefix.tokens) - prefix.num_prompt, *tokens, gap, difference, explained)
 
 
 def replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answer, position: int) -> Tensor:
@@ -142,17 +137,11 @@ def replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answe
     raise AssertionError(f"the answer has {delivered} tokens, none at {position}")
 
 
-def _gap(plain_V: Tensor, other_V: Tensor, plain_token: int, token: int, sampling: Sampling, position: int) -> float:
+def _gap(adjusted_V: Tensor, tokens: tuple[int, int], sampling: Sampling, position: int) -> float:
     """How close the choice between two tokens was: by score, or by the filters' cut where one fell to it."""
-    gaps = []
-    for logits_V in (plain_V, other_V):
-        survivors, keyed = sampling.keyed_scores(logits_V, position)
-        score = dict(zip(survivors.tolist(), keyed.tolist(), strict=True))
-        if plain_token in score and token in score:
-            gaps.append(abs(score[plain_token] - score[token]))
-        else:
-            cut_V = sampling.scores(logits_V)
-            lowest = float((logits_V[cut_V > -torch.inf] / (sampling.temperature or 1.0)).min())
-            lost = [t for t in (plain_token, token) if t not in score]
-            gaps.append(max(lowest - float(logits_V[t]) / (sampling.temperature or 1.0) for t in lost))
-    return min(gaps)
+    survivors, keyed = sampling.keyed_scores(adjusted_V, position)
+    score = dict(zip(survivors.tolist(), keyed.tolist(), strict=True))
+    lost = [token for token in tokens if token not in score]
+    if lost:
+        return max(float(adjusted_V[survivors].min() - adjusted_V[token]) for token in lost)
+    return abs(score[tokens[0]] - score[tokens[1]])

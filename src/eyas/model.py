@@ -11,6 +11,7 @@ from typing import TypedDict
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import Unpack
 
 from eyas.checkpoint import DTYPES, load_head, load_target
 from eyas.drafters.base import Drafter
@@ -19,7 +20,7 @@ from eyas.errors import InputError
 from eyas.generate import Round, generate, generate_plain
 from eyas.measure import Answer, tau, timed
 from eyas.policies import Policy, parse_policy
-from eyas.sampling import Sampling
+from eyas.sampling import Processor, Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.verify import FinishReason, Stop
 
@@ -35,6 +36,21 @@ class Message(TypedDict):
 
 
 Prompt = str | Sequence[Message] | Sequence[int]
+
+
+class Settings(TypedDict, total=False):
+    """How tokens are drawn: the fields of `Sampling`, and `logits_processor`, a list of transformers' processors."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logits_processor: Sequence[Processor]
+    seed: int
+    sample: int
 
 
 @dataclass(frozen=True)
@@ -120,17 +136,20 @@ class Model:
         """Text without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def sampling(self, **settings: Unpack[Settings]) -> Sampling:
+        """How answers are drawn; the repetition penalty of the model's own generation_config holds if none is given."""
+        processors = tuple(settings.pop("logits_processor", ()))
+        settings.setdefault("repetition_penalty", self.target.spec.repetition_penalty)
+        return Sampling(processors=processors, **settings)  # type: ignore[misc]
+
     def generate(
         self,
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         stop: Sequence[str] = (),
         chat: bool | None = None,
+        **settings: Unpack[Settings],
     ) -> Output:
         """One answer to one prompt.
 
@@ -138,7 +157,7 @@ class Model:
             InputError: the prompt or a setting is outside what is accepted.
         """
         ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
-        answer = timed(self.rounds(ids, Sampling(temperature, top_k, top_p, seed), stopping))
+        answer = timed(self.rounds(ids, self.sampling(**settings), stopping))
         return self.output(answer, len(ids), stopping)
 
     def stream(
@@ -146,17 +165,14 @@ class Model:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
         stop: Sequence[str] = (),
         chat: bool | None = None,
+        **settings: Unpack[Settings],
     ) -> Iterator[str]:
         """The text of `generate` piece by piece, whole characters only. Raises what `generate` raises."""
         ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
         text = TextStream(stopping)
-        for round_ in self.rounds(ids, Sampling(temperature, top_k, top_p, seed), stopping):
+        for round_ in self.rounds(ids, self.sampling(**settings), stopping):
             yield text.feed(round_)
 
     def output(self, answer: Answer, prompt_tokens: int, stop: Stop) -> Output:

@@ -9,6 +9,7 @@ et al. 2014, arXiv 1411.0030). Decisions are made in float32 or better, and equa
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,17 @@ def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor) -> Tenso
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """What stands before a draw: the prompt (`num_prompt` tokens) and the answer so far."""
+
+    tokens: Sequence[int]
+    num_prompt: int
+
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # (ids [1, T], scores [1, V]) -> scores: transformers' LogitsProcessor
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How the target's logits become one token.
 
@@ -55,6 +67,13 @@ class Sampling:
         temperature: 0 takes the best token; above 0 samples.
         top_k: keep the k best tokens (and those that tie with the k-th); 0 keeps all.
         top_p: keep the smallest set of best tokens whose probability reaches p; 1 keeps all.
+        min_p: keep tokens at least this many times as likely as the best one; 0 keeps all.
+        repetition_penalty: divide positive logits of tokens seen before (prompt included) by it, multiply negative ones
+            (CTRL, arXiv 1909.05858); 1 does nothing.
+        presence_penalty, frequency_penalty: subtracted once, or once an occurrence, from the logits of tokens that the
+            answer holds already.
+        processors: any of transformers' logits processors, applied after the penalties and before the temperature. They
+            see each prefix that the walk visits, once for each emitted token.
         seed, sample: the key of the noise, together with the position and the token id.
 
     Raises:
@@ -64,6 +83,11 @@ class Sampling:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    processors: tuple[Processor, ...] = ()
     seed: int = 0
     sample: int = 0
 
@@ -74,15 +98,53 @@ class Sampling:
             raise InputError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p must be between 0 and 1, got {self.min_p}")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise InputError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise InputError(f"{name} must be a finite number, got {getattr(self, name)}")
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise InputError(f"seed must fit into 64 bits, got {self.seed}")
 
-    def scores(self, logits_V: Tensor) -> Tensor:
-        """Filtered scores in transformers' order (temperature, top-k, top-p): -inf where a token is ruled out."""
+    def draw(self, logits_V: Tensor, prefix: Prefix) -> int:
+        """The token that follows `prefix`.
+
+        Raises:
+            FloatingPointError: the logits hold NaN, or nothing but -inf: no token can be drawn from them.
+        """
+        survivors, keyed = self.keyed_scores(self.adjusted(logits_V, prefix), position=len(prefix.tokens))
+        if survivors.numel() == 0 or bool(keyed.isnan().any()) or bool(logits_V.isnan().any()):
+            raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+        return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])
+
+    def adjusted(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
+        """Scores before the filters: penalties, processors, temperature, in float32 or better."""
         scores_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
+        scores_V = self._penalised(scores_V, prefix)
+        if self.processors:
+            ids = torch.tensor([list(prefix.tokens)], device=scores_V.device)
+            for processor in self.processors:
+                scores_V = processor(ids, scores_V[None])[0]
+        return scores_V if self.temperature == 0 else scores_V / self.temperature
+
+    def _penalised(self, scores_V: Tensor, prefix: Prefix) -> Tensor:
+        if self.repetition_penalty != 1:
+            seen = torch.tensor(sorted(set(prefix.tokens)), device=scores_V.device)
+            old = scores_V[seen]
+            new = torch.where(old < 0, old * self.repetition_penalty, old / self.repetition_penalty)
+            scores_V = scores_V.index_copy(0, seen, new)
+        if self.presence_penalty or self.frequency_penalty:
+            answer = torch.tensor(list(prefix.tokens[prefix.num_prompt :]), dtype=torch.int64, device=scores_V.device)
+            counts_V = torch.bincount(answer, minlength=len(scores_V))
+            scores_V = scores_V - self.presence_penalty * (counts_V > 0) - self.frequency_penalty * counts_V
+        return scores_V
+
+    def filtered(self, scores_V: Tensor) -> Tensor:
+        """Adjusted scores in transformers' order of filters (top-k, top-p, min-p): -inf where a token is ruled out."""
         if self.temperature == 0:
             return scores_V
-        scores_V = scores_V / self.temperature
         if 0 < self.top_k < scores_V.numel():
             cut = scores_V.topk(self.top_k).values[-1]
             scores_V = scores_V.masked_fill(scores_V < cut, -math.inf)
@@ -91,24 +153,16 @@ class Sampling:
             p = best.softmax(-1)
             mass_before = p.cumsum(-1) - p
             scores_V = scores_V.index_fill(0, order[mass_before >= self.top_p], -math.inf)
+        if self.min_p > 0:
+            p_V = scores_V.softmax(-1)
+            scores_V = scores_V.masked_fill(p_V < self.min_p * p_V.max(), -math.inf)
         return scores_V
 
-    def keyed_scores(self, logits_V: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """What the draw compares: surviving token ids (ascending) and their scores, noise included."""
-        scores_V = self.scores(logits_V)
+    def keyed_scores(self, adjusted_V: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """What a draw at absolute `position` compares: surviving token ids (ascending), their scores with noise."""
+        scores_V = self.filtered(adjusted_V)
         survivors = torch.nonzero(scores_V > -math.inf).flatten()
         keyed = scores_V[survivors].to(torch.float64)
         if self.temperature > 0:
             keyed = keyed + gumbel_noise(self.seed, self.sample, position, survivors)
         return survivors, keyed
-
-    def draw(self, logits_V: Tensor, position: int) -> int:
-        """The token at absolute `position` (the length of the prefix before it).
-
-        Raises:
-            FloatingPointError: the logits hold NaN, or nothing but -inf: no token can be drawn from them.
-        """
-        survivors, keyed = self.keyed_scores(logits_V, position)
-        if survivors.numel() == 0 or bool(keyed.isnan().any()) or bool(logits_V.isnan().any()):
-            raise FloatingPointError(f"the target's logits at position {position} are not numbers")
-        return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])

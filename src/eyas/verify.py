@@ -15,7 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from eyas.errors import InputError
-from eyas.sampling import Sampling
+from eyas.sampling import Prefix, Sampling
 from eyas.tree import Tree
 
 FinishReason = Literal["stop", "length"]
@@ -59,22 +59,20 @@ class Walk:
     finish_reason: FinishReason | None
 
 
-def walk(tree: Tree, logits_NV: Tensor, sampling: Sampling, prefix: Sequence[int], num_prompt: int, stop: Stop) -> Walk:
+def walk(tree: Tree, logits_NV: Tensor, sampling: Sampling, prefix: Prefix, stop: Stop) -> Walk:
     """Descend from the root, one draw for every emitted token, none after the answer has ended.
 
-    `prefix` is prompt and answer up to and with the root's token, its first `num_prompt` tokens being the prompt;
-    `logits_NV[node]` is the target's distribution after `node`.
+    `prefix` is prompt and answer up to and with the root's token; `logits_NV[node]` is the target's distribution after
+    `node`.
     """
     path = [0]
-    emitted: list[int] = []
-    generated = list(prefix[num_prompt:])
+    tokens = list(prefix.tokens)
     while True:
-        token = sampling.draw(logits_NV[path[-1]], position=len(prefix) + len(emitted))
-        emitted.append(token)
-        generated.append(token)
+        token = sampling.draw(logits_NV[path[-1]], Prefix(tokens, prefix.num_prompt))
+        tokens.append(token)
         child = tree.child(path[-1], token)
         if child is not None:
             path.append(child)
-        reason = stop.reason(generated)
+        reason = stop.reason(tokens[prefix.num_prompt :])
         if child is None or reason is not None:
-            return Walk(path, emitted, reason)
+            return Walk(path, tokens[len(prefix.tokens) :], reason)

@@ -37,6 +37,7 @@ class TargetSpec:
     rope_theta: float
     max_length: int  # positions that its rotary table was trained for
     eos_ids: tuple[int, ...]
+    repetition_penalty: float  # of its generation_config; 1 where it sets none
     dtype: torch.dtype
     device: torch.device
 

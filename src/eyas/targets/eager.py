@@ -93,7 +93,9 @@ class EagerTarget(Target[EagerCache]):
         optional = config.to_dict()  # fields that only some families have
         self._window: int | None = optional.get("sliding_window")
         self._softcap: float | None = optional.get("final_logit_softcapping")
-        eos = model.generation_config.eos_token_id if model.generation_config else config.eos_token_id
+        generation = model.generation_config
+        eos = generation.eos_token_id if generation else config.eos_token_id
+        penalty = generation.repetition_penalty if generation else None
         self.spec = TargetSpec(
             name=name,
             family=config.model_type,
@@ -108,6 +110,7 @@ class EagerTarget(Target[EagerCache]):
             rope_theta=rope_theta_of(config.rope_parameters),
             max_length=config.max_position_embeddings,
             eos_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+            repetition_penalty=1.0 if penalty is None else float(penalty),
             dtype=model.dtype,
             device=model.device,
         )
