@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import eyas
 from eyas.cli import main
@@ -97,7 +100,7 @@ def test_streaming_adds_up_and_never_splits_characters(folder: Path) -> None:
         assert "".join(model.stream("hello", **settings)) == model.generate("hello", **settings).text
     round_ = model.generate("x", max_new_tokens=1).rounds[0]
     ids = model.tokenizer.encode("aé€🦅b", add_special_tokens=False)
-    stream = TextStream(Stop(99, strings=("€🦅!",), decode=model.decode))
+    stream = TextStream(Stop(99, strings=("€🦅!",), decode=model.decode), model.decode)
     pieces = []
     for place, token in enumerate(ids):
         reason = "length" if place == len(ids) - 1 else None
@@ -156,6 +159,10 @@ def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, 
     assert run_json(capsys, *common, "--steps", "5", "--resume")["steps"] == 5
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 4  # steps 2, 3, 4 and 5
     assert "eagle3 head" in (out / "card.md").read_text()
+    assert "5 steps already" in refused(capsys, *common, "--steps", "5", "--resume")
+    assert "draft vocabulary" in refused(capsys, *common[:-6], "--draft-vocab", "63", "--steps", "9", "--resume")
+    elsewhere = [str(folder / "target") if a == str(out) else a for a in common]
+    assert "not empty" in refused(capsys, *elsewhere), "a target is never overwritten"
     target = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--max-new-tokens", "9")
     assert run_json(capsys, *target, "--head", str(out))["token_ids"] == run_json(capsys, *target)["token_ids"]
 
@@ -171,8 +178,8 @@ def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, 
         (["--target", "{t}", "--prompt", "x", "--top-p", "1.01"], "top_p"),
         (["--target", "{t}", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--target", "{t}", "--prompt", "x", "--top-k", "-2"], "top_k"),
-        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
-        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "invalid int value"),
+        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "0"], "must be between 1"),
+        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "invalid"),
         (["--target", "{t}", "--prompt", "x", "--tree", "bush"], "unknown tree 'bush'"),
         (["--target", "{t}", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
         (["--target", "{t}", "--prompt", "x", "--head", "nowhere"], "unknown head 'nowhere'"),
@@ -209,9 +216,15 @@ def test_bad_input_is_one_plain_sentence(
     assert not (tmp_path / "cache" / "targets").exists(), "nothing half-written"
 
 
-@pytest.mark.parametrize("content", ["", "{\n", '{"turns": []}', '{"turns": [3]}', "[1]"])
+@pytest.mark.parametrize(
+    "content", ["", "{\n", '{"turns": []}', '{"turns": [3]}', '{"turns": "hello"}', "[1]", "[" * 99_999]
+)
 def test_bad_workloads(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "set.jsonl").write_text(content)
+    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "whale", "turns": ["x" * 999]}))
+    assert "whale" in refused(
+        capsys, "bench", "--target", str(folder / "target"), "--workload", str(tmp_path / "long.jsonl")
+    )
     refused(capsys, "bench", "--target", str(folder / "target"), "--workload", str(tmp_path / "set.jsonl"))
     refused(capsys, "bench", "--target", str(folder / "target"), "--workload", str(tmp_path / "missing.jsonl"))
 
@@ -250,3 +263,47 @@ def test_random_flags_never_give_a_traceback(capsys: pytest.CaptureFixture[str],
         outcomes.append(main(["generate", "--target", str(folder / "target"), "--max-new-tokens", "4", *flags]))
         assert "Traceback" not in capsys.readouterr().err
     assert set(outcomes) == {0, 2}
+
+
+def test_a_target_whose_weights_do_not_fit_its_config_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "less")
+    tensors = load_file(tmp_path / "less" / "model.safetensors")
+    taken = tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, tmp_path / "less" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(eyas.InputError, match="missing_keys model.layers.1.self_attn.q_proj.weight"):
+        eyas.load(str(tmp_path / "less"))
+    save_file({**tensors, "model.layers.1.self_attn.q_proj.weight": taken, "model.layers.9.x": taken.clone()},
+              tmp_path / "less" / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    with pytest.raises(eyas.InputError, match="unexpected_keys model.layers.9.x"):
+        eyas.load(str(tmp_path / "less"))
+
+
+def test_wrong_types_are_refused(folder: Path) -> None:
+    model = eyas.load(str(folder / "target"), str(folder / "eagle"), tree=eyas.Chain(2))
+    for prompt in (
+        None,
+        3,
+        [],
+        [True],
+        [1.5],
+        [999],
+        [None],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        "\ud800",
+    ):
+        with pytest.raises(eyas.InputError):
+            model.generate(prompt)  # type: ignore[arg-type]
+    for wrong in (
+        {"max_new_tokens": "3"},
+        {"max_new_tokens": 2.5},
+        {"temperature": None},
+        {"seed": 1.5},
+        {"stop": [3]},
+    ):
+        with pytest.raises(eyas.InputError):
+            model.generate("x", **wrong)  # type: ignore[arg-type]
+    ids = np.array(model.encode("x"))
+    assert model.generate(ids, max_new_tokens=3).token_ids == model.generate("x", max_new_tokens=3).token_ids
+    whole = model.generate("x", max_new_tokens=9)
+    assert model.generate("x", max_new_tokens=9, stop="never there").text == whole.text

@@ -30,11 +30,11 @@ def test_a_batch_captures_what_each_sequence_alone_does() -> None:
 def test_a_store_holds_what_is_streamed_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eyas.features, "_SHARD", 4)
     target = tiny_target()
-    store(target, SEQUENCES, READS, tmp_path)
+    store(target, SEQUENCES, READS, tmp_path, {})
     (tmp_path / "states-00001.safetensors").unlink()
     (tmp_path / "index.json").unlink()
     kept = (tmp_path / "states-00000.safetensors").stat().st_mtime_ns
-    stored = store(target, SEQUENCES, READS, tmp_path)
+    stored = store(target, SEQUENCES, READS, tmp_path, {})
     assert (tmp_path / "states-00000.safetensors").stat().st_mtime_ns == kept
     assert stored.reads == READS
     streamed = Streamed(target, SEQUENCES, READS)
@@ -46,11 +46,13 @@ def test_a_store_holds_what_is_streamed_and_goes_on(tmp_path: Path, monkeypatch:
 
 def test_a_store_of_other_states_is_refused(tmp_path: Path) -> None:
     target = tiny_target(torch.float32)
-    store(target, SEQUENCES[:2], READS, tmp_path)
+    store(target, SEQUENCES[:2], READS, tmp_path, {})
     with pytest.raises(InputError, match="reads"):
-        store(target, SEQUENCES[:2], (1, 2), tmp_path)
+        store(target, SEQUENCES[:2], (1, 2), tmp_path, {})
     with pytest.raises(InputError, match="sequences"):
-        store(target, SEQUENCES[1:3], READS, tmp_path)
+        store(target, SEQUENCES[1:3], READS, tmp_path, {})
+    with pytest.raises(InputError, match="target"):
+        store(target, SEQUENCES[:2], READS, tmp_path, {"weights": "others"})
     (tmp_path / "states-00000.safetensors").unlink()
     with pytest.raises(InputError, match="not a complete feature store"):
         Stored(tmp_path)
@@ -70,7 +72,10 @@ MALFORMED = [
     '{"prompt_ids": [1]}',
     '{"prompt_ids": [1], "response_ids": []}',
     '{"prompt_ids": [1], "response_ids": [61]}',
-    '{"prompt_ids": "ab", "response_ids": [1]}',
+    '{"prompt_ids": "12", "response_ids": [1]}',
+    '{"prompt_ids": [1.0], "response_ids": [1]}',
+    '{"prompt_ids": [true], "response_ids": [1]}',
+    "[" * 100_000,
 ]
 
 

@@ -6,8 +6,8 @@ import torch
 from tiny import tiny_target
 
 from eyas.generate import Round, generate_plain
-from eyas.measure import Answer, find_divergence, tau, timed
-from eyas.sampling import Sampling
+from eyas.measure import Answer, find_divergence, judge, tau, timed
+from eyas.sampling import Prefix, Sampling
 from eyas.tree import Tree
 from eyas.verify import Stop
 
@@ -35,17 +35,22 @@ def test_a_wrong_token_is_not_explained() -> None:
 
 
 def test_a_near_tie_is_explained() -> None:
-    """Two rows of the head that differ by less than float32's rounding: either token may win."""
-    target = tiny_target(torch.float32)
-    plain = timed(generate_plain(target, PROMPT, Sampling(), Stop(12)))
-    best, twin = plain.tokens[0], (plain.tokens[0] + 1) % 61
-    with torch.no_grad():
-        target.head_VD[twin] = target.head_VD[best]
-    rounds = [Round(None, [], [min(best, twin)], None, 0, 0, 0)]
-    low, high = (Answer([Round(None, [], [t], None, 0, 0, 0)], 1.0) for t in sorted((best, twin)))
-    found = find_divergence(target, PROMPT, low, high, Sampling())
-    assert found is not None and found.gap == 0.0 and found.explained
-    assert rounds[0].tokens == low.tokens
+    """Two computations that differ by less than float32's rounding, on either side of a tie or of a filter's cut."""
+    prefix = Prefix([1, 2], 1)
+    plain, other = torch.tensor([2.0, 2.0 + 1e-5, 0.0]).double(), torch.tensor([2.0 + 1e-5, 2.0, 0.0]).double()
+    found = judge(plain, other, (1, 0), Sampling(), prefix, torch.float32)
+    assert found.explained and found.gap is not None and found.gap < 2e-5
+    assert not judge(plain, other, (0, 1), Sampling(), prefix, torch.float32).explained, "drawn from the wrong side"
+    assert not judge(plain, plain, (1, 0), Sampling(), prefix, torch.float32).explained, "nothing differs"
+    assert not judge(plain, other + torch.tensor([0.01, 0, 0]), (1, 0), Sampling(), prefix, torch.float32).explained
+    # the mass before token 1 is a hair above, and a hair below, 0.6: token 1 is cut on one side, far from any score
+    cut, kept = (torch.tensor([0.6 + e, 0.25, 0.15 - e]).log().double() for e in (1e-6, -1e-6))
+    sampling = Sampling(1.0, top_p=0.6, seed=next(s for s in range(99) if draws(s, kept) == 1))
+    assert judge(cut, kept, (0, 1), sampling, prefix, torch.float32).explained
+
+
+def draws(seed: int, logits: torch.Tensor) -> int:
+    return Sampling(1.0, top_p=0.6, seed=seed).draw(logits, Prefix([1, 2], 1))
 
 
 def test_an_answer_that_ends_early_is_not_explained() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import signal
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +42,7 @@ def trainer(
 ) -> Trainer:
     vocabulary, _ = draft_vocabulary(sequences, 40, special_ids=(2,))
     head = new_head(kind, target, vocabulary if kind == "eagle3" else None, steps=3, noise=noise)
-    return Trainer(head, Streamed(target, sequences, reads_for(head)), config, torch.float32)
+    return Trainer(head, Streamed(target, sequences, reads_for(head)), config, torch.float32, {})
 
 
 def reads_for(head) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ def test_the_training_time_test_drafts_as_the_engine_does() -> None:
     """Train = serve: a step's acceptance, recomputed by drafting the same tokens with `observe` and `expand`."""
     target = tiny_target(torch.float32)
     sequence = answers(target)[0]
-    learner = trainer("eagle3", target, [sequence], TrainConfig())
+    learner = trainer("eagle3", target, [sequence], TrainConfig(sequences=1))
     head = learner.head.eval()
     assert isinstance(head, Eagle3)
     batch = make_batch(learner.features, [0], head.reads, seed=0)
@@ -143,29 +145,50 @@ def test_a_run_with_another_recipe_or_a_broken_state_is_refused(tmp_path: Path) 
     sequences = answers(target, 6)
     learner = trainer("eagle", target, sequences, TrainConfig(steps=2))
     learner.save(tmp_path / "state.safetensors")
-    with pytest.raises(InputError, match="learning_rate"):
-        trainer("eagle", target, sequences, TrainConfig(learning_rate=1.0)).restore(tmp_path / "state.safetensors")
+    others = {
+        "learning_rate": trainer("eagle", target, sequences, TrainConfig(learning_rate=1.0)),
+        "head": trainer("eagle", target, sequences, TrainConfig(), noise=0.2),
+        "answers": trainer("eagle", target, sequences[:-1] + sequences[:1], TrainConfig()),
+        "target's weights": trainer("eagle", target, sequences, TrainConfig()),
+    }
+    others["target's weights"].identity["target's weights"] = "of another model"
+    for what, other in others.items():
+        with pytest.raises(InputError, match=f"its {what} was"):
+            other.restore(tmp_path / "state.safetensors")
+    with pytest.raises(InputError, match="head|draft vocabulary"):
+        trainer("eagle3", target, sequences, TrainConfig()).restore(tmp_path / "state.safetensors")
     (tmp_path / "state.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(InputError, match="cannot resume"):
         learner.restore(tmp_path / "state.safetensors")
 
 
-def test_interruption_saves_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_ends_the_step_and_saves_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(torch.float32)
     learner = trainer("eagle", target, answers(target, 6), TrainConfig(steps=50))
     step = learner.train_step
 
     def interrupted() -> dict[str, float]:
         if learner.step == 3:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return step()
 
     monkeypatch.setattr(learner, "train_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(learner, tmp_path)
-    again = trainer("eagle", target, answers(target, 6), TrainConfig(steps=50))
+    again = trainer("eagle", target, answers(target, 6), TrainConfig(steps=4))
     again.restore(tmp_path / "training.safetensors")
-    assert again.step == 3
+    assert again.step == 4
+    assert again.recent == learner.recent
+    with pytest.raises(InputError, match="4 steps already"):
+        run(again, tmp_path)
+
+
+def test_sequences_shorter_than_the_training_time_test(tmp_path: Path) -> None:
+    target = tiny_target(torch.float32)
+    short = [Sequence((1, 5, 9), 2), Sequence((1, 5, 9, 4), 1)]
+    for kind in ("eagle", "eagle3"):
+        learner = trainer(kind, target, short, TrainConfig(sequences=1))
+        assert all(math.isfinite(value) for _ in range(2) for value in learner.train_step().values())
 
 
 def test_draft_vocabulary_by_frequency_specials_first() -> None:
@@ -179,9 +202,20 @@ def test_draft_vocabulary_by_frequency_specials_first() -> None:
 
 
 def test_an_absurd_recipe_is_refused() -> None:
-    for wrong in ({"steps": 0}, {"sequences": -1}, {"learning_rate": 0.0}, {"warmup": -1}):
+    for wrong in (
+        {"steps": 0}, {"sequences": -1}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"warmup": -1},
+        {"clip": 0.0}, {"clip": math.nan}, {"weight_decay": -1.0}, {"seed": -1}, {"seed": 2**63},
+    ):  # fmt: skip
         with pytest.raises(InputError):
             TrainConfig(**wrong)  # type: ignore[arg-type]
+    target = tiny_target(torch.float32)
+    for settings in ({"steps": 0}, {"noise": math.nan}, {"noise": -1.0}, {"vocabulary_Q": torch.arange(VOCAB + 1)}):
+        with pytest.raises(InputError):
+            new_head("eagle3", target, **settings)
+    with pytest.raises(InputError, match="a step takes 5"):
+        trainer("eagle", target, answers(target, 6), TrainConfig(sequences=5))
+    with pytest.raises(InputError, match="at least 2"):
+        draft_vocabulary(answers(target, 6), 1, special_ids=(2, 3))
 
 
 def test_a_batch_is_what_was_asked_for() -> None:

@@ -25,7 +25,6 @@ def test_depths_children_paths_leaves() -> None:
     assert FIVE.leaves() == [2, 4]
     assert FIVE.child(0, 5) == 2
     assert FIVE.child(0, 9) is None
-    assert FIVE.num_draft_nodes == 4
 
 
 def test_ancestor_mask() -> None:

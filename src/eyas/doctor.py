@@ -32,12 +32,12 @@ def describe_head(name: str) -> dict[str, object]:
     return {
         "name": name,
         "kind": file.kind,
-        "width": len(file.tensors["fc.weight"]),
+        "width": file.config.get("hidden_size"),
         "reads": file.config.get("eyas_reads"),
         "draft_vocabulary": len(file.tensors["lm_head.weight"]) if "lm_head.weight" in file.tensors else None,
         "vocabulary": file.config.get("vocab_size"),
         "parameters": sum(t.numel() for t in trained),
-        "dtype": str(file.tensors["fc.weight"].dtype).removeprefix("torch."),
+        "dtypes": sorted({str(t.dtype).removeprefix("torch.") for t in trained}),
         "made_for": file.config.get("eyas_target"),
     }
 

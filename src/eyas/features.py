@@ -7,21 +7,21 @@ that was interrupted goes on with the first missing shard.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from eyas.data import Sequence
+from eyas.data import Sequence, digest
 from eyas.errors import InputError
 from eyas.targets.base import Target
 from eyas.tree import Tree
@@ -42,6 +42,7 @@ class Features(Protocol):
     """Anything that has examples by number."""
 
     reads: tuple[int, ...]  # which state each entry of L is
+    digest: str  # of the sequences
 
     def __len__(self) -> int: ...
 
@@ -53,6 +54,7 @@ class Streamed:
 
     def __init__(self, target: Target, sequences: Seq[Sequence], reads: Seq[int]) -> None:
         self.target, self.sequences, self.reads = target, sequences, tuple(reads)
+        self.digest = digest([(s.tokens, s.answer_start) for s in sequences])
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -70,16 +72,16 @@ class Stored:
     def __init__(self, folder: Path) -> None:
         try:
             index = json.loads((folder / "index.json").read_text())
-            self.reads = tuple(index["reads"])
+            self.reads, self.digest = tuple(index["reads"]), index["sequences"]
             self._places: list[tuple[int, int]] = []
             self._shards = []
-            for shard, _ in enumerate(index["shards"]):
+            for shard in range(index["shards"]):
                 file = safe_open(str(folder / _shard_name(shard)), framework="pt")
                 self._shards.append(
                     (file, file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("starts"))
                 )
                 self._places += [(shard, i) for i in range(len(self._shards[-1][3]))]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder} is not a complete feature store: {error}") from error
 
     def __len__(self) -> int:
@@ -95,21 +97,23 @@ class Stored:
         return Example(sequence, file.get_slice("states")[low:high])
 
 
-def store(target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Path) -> Stored:
+def store(
+    target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Path, made_for: Mapping[str, str]
+) -> Stored:
     """Capture the states of all `sequences` into `folder`, going on where an earlier run stopped.
+
+    `made_for` is the target's fingerprint: states of another target, or another precision, are not taken for its own.
 
     Raises:
         InputError: the folder holds features of other states, or the disk has too little room (said before it starts).
     """
-    spec = target.spec
+    spec, streamed = target.spec, Streamed(target, sequences, reads)
     names = [_shard_name(first // _SHARD) for first in range(0, len(sequences), _SHARD)]
-    digest = hashlib.sha256(repr([(s.tokens, s.answer_start) for s in sequences]).encode()).hexdigest()[:16]
     header = {
-        "target": spec.name,
-        "dtype": str(spec.dtype),
+        "target": dict(made_for),
         "reads": list(reads),
-        "sequences": digest,
-        "shards": names,
+        "sequences": streamed.digest,
+        "shards": len(names),
     }
     folder.mkdir(parents=True, exist_ok=True)
     _check_header(folder / "header.json", header)
@@ -119,7 +123,6 @@ def store(target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Pat
     free = shutil.disk_usage(folder).free
     if need > free:
         raise InputError(f"the features need {need / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
-    streamed = Streamed(target, sequences, reads)
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=f"features ({need / 1e9:.1f} GB)") as bar:
         for i in missing:
             _write_shard(streamed, range(i * _SHARD, min((i + 1) * _SHARD, len(sequences))), folder / names[i], bar)
@@ -129,12 +132,13 @@ def store(target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Pat
 
 def _check_header(path: Path, header: dict[str, object]) -> None:
     if path.exists():
-        found = json.loads(path.read_text())
-        for key in ("target", "dtype", "reads", "sequences"):
-            if found[key] != header[key]:
-                raise InputError(
-                    f"{path.parent} holds features with {key} {found[key]}, and {header[key]} was asked for"
-                )
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is broken: give another folder for the features") from error
+        for key in ("target", "reads", "sequences"):
+            if found.get(key) != header[key]:
+                raise InputError(f"{path.parent} holds features whose {key} are {found.get(key)}, not {header[key]}")
     _write_text(path, json.dumps(header))
 
 

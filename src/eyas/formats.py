@@ -1,6 +1,6 @@
 """The layouts that heads live in, both ways. First form: the official EAGLE layout, which is also eyas' own.
 
-A head is a folder with `config.json` and `model.safetensors` (or `pytorch_model.bin`, read without running pickles).
+A head is a folder with `config.json` and `model.safetensors` (or `pytorch_model.bin`, of which only tensors are read).
 The kind is detected from the tensors, and their shapes beat the config's fields: released configs carry wrong ones
 (`num_hidden_layers` 40, `torch_dtype` float16 over float32 weights). Missing and unknown tensors are refused by name.
 Legend: D width, Q draft vocabulary, V vocabulary.
@@ -9,6 +9,7 @@ Legend: D width, Q draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor
 from eyas.drafters.eagle import Eagle, EagleConfig
 from eyas.drafters.eagle3 import Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 
 # Our module names and those of the official files, by prefix. Longest first where one contains another.
 _EAGLE_NAMES = {"fc.": "fc.", "block.": "layers.0."}
@@ -54,16 +55,23 @@ def read_head(folder: Path) -> HeadFile:
         InputError: a file is missing, broken or unsafe to read, or the tensors are those of no head that eyas knows.
     """
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(), parse_constant=_no_number)
         if (folder / "model.safetensors").is_file():
             tensors = load_file(folder / "model.safetensors")
         else:
             tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    except (OSError, ValueError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise InputError(f"cannot read the head in {str(folder)!r}: {str(error).splitlines()[0]}") from error
-    if not isinstance(config, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    except pickle.UnpicklingError as error:
+        raise InputError(f"the head in {str(folder)!r} is a pickle of more than tensors, which is not read") from error
+    except (OSError, ValueError, SafetensorError, RuntimeError, EOFError, RecursionError) as error:
+        raise InputError(f"cannot read the head in {str(folder)!r}: {one_line(error)}") from error
+    tables = isinstance(config, dict) and isinstance(tensors, dict)
+    if not tables or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise InputError(f"cannot read the head in {str(folder)!r}: expected a JSON object and a table of tensors")
     return HeadFile(_kind(folder, tensors), config, tensors)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"config.json holds {text}, which is no number")
 
 
 def _kind(folder: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -82,8 +90,8 @@ def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_re
         InputError: tensors are missing, unknown, misshapen or not finite, or do not fit the target's sizes.
     """
     reads = file.config.get("eyas_reads", list(default_reads))
-    if not isinstance(reads, list) or not all(isinstance(read, int) for read in reads):
-        raise InputError(f"the head's eyas_reads must be a list of layer numbers, got {reads!r}")
+    if not isinstance(reads, list) or not reads or not all(type(read) is int for read in reads):
+        raise InputError(f"the head's eyas_reads must be a list of state numbers, got {reads!r}")
     try:
         if file.kind == "eagle":
             return _build_eagle(file, embedding_VD, head_VD, tuple(reads[-1:]))
@@ -94,8 +102,11 @@ def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_re
 
 def _build_eagle(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: tuple[int, ...]) -> Eagle:
     tensors = dict(file.tensors)
-    own_rows = tensors.pop("embed_tokens.weight", None)  # released files carry a copy of the target's rows
-    width, fc_width = tensors["fc.weight"].shape
+    own_rows = tensors.pop("embed_tokens.weight", embedding_VD)  # released files carry a copy of the target's rows
+    if own_rows.shape != embedding_VD.shape or not bool(own_rows.isfinite().all()):
+        raise InputError(f"the head's embed_tokens.weight is {list(own_rows.shape)}, the target's embedding "
+                         f"{list(embedding_VD.shape)}; or it is not finite")  # fmt: skip
+    width, fc_width = _matrix(tensors, "fc.weight")
     if fc_width != 2 * width:
         raise InputError(f"an EAGLE-1 head's fc is [D, 2D], got [{width}, {fc_width}]")
     _check_width("EAGLE-1", width, head_VD.shape[1])
@@ -105,7 +116,7 @@ def _build_eagle(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: t
         vocab_size=len(head_VD),
         fc_bias="fc.bias" in tensors,
     )
-    head = Eagle(config, embedding_VD if own_rows is None else own_rows.to(head_VD.dtype), head_VD)
+    head = Eagle(config, own_rows.to(head_VD.dtype), head_VD)
     _load(head, tensors, _EAGLE_NAMES)
     return head
 
@@ -114,12 +125,14 @@ def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: 
     tensors = dict(file.tensors)
     offsets = tensors.pop("d2t", None)
     tensors.pop("t2d", None)  # a mask that trainers use; all of it follows from d2t
-    width, fc_width = tensors["fc.weight"].shape
+    width, fc_width = _matrix(tensors, "fc.weight")
     if fc_width % len(reads):
         raise InputError(f"the head fuses {fc_width} numbers, which are not {len(reads)} states of one width")
-    draft_size = len(tensors["lm_head.weight"])
+    draft_size = _matrix(tensors, "lm_head.weight")[0]
     own_embedding = "embed_tokens.weight" in tensors
-    vocab_size = len(tensors["embed_tokens.weight"]) if own_embedding else len(embedding_VD)
+    vocab_size = _matrix(tensors, "embed_tokens.weight")[0] if own_embedding else len(embedding_VD)
+    if vocab_size != len(embedding_VD):
+        raise InputError(f"the head embeds {vocab_size} tokens, and the target has {len(embedding_VD)}")
     config = Eagle3Config(
         block=_block_config(file.config, tensors, "midlayer.", width),
         reads=reads,
@@ -150,29 +163,44 @@ def _draft_vocabulary(offsets: Tensor | None, draft_size: int, vocab_size: int) 
 
 
 def _block_config(config: Mapping[str, object], tensors: Mapping[str, Tensor], prefix: str, width: int) -> BlockConfig:
-    q_rows, attention_width = tensors[f"{prefix}self_attn.q_proj.weight"].shape
-    k_rows = len(tensors[f"{prefix}self_attn.k_proj.weight"])
+    q_rows, attention_width = _matrix(tensors, f"{prefix}self_attn.q_proj.weight")
+    k_rows = _matrix(tensors, f"{prefix}self_attn.k_proj.weight")[0]
     heads = int(_number(config, "num_attention_heads"))
-    if q_rows % heads or k_rows % (q_rows // heads):
-        raise InputError(f"q_proj has {q_rows} rows and k_proj {k_rows}, which do not divide into {heads} heads")
+    head_dim = q_rows // heads
+    if q_rows != heads * head_dim or k_rows % max(head_dim, 1) or head_dim % 2 or head_dim == 0:
+        raise InputError(f"q_proj has {q_rows} rows and k_proj {k_rows}, which do not divide into {heads} heads of one "
+                         f"even size")  # fmt: skip
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = rope if isinstance(rope, dict) else {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default" or config.get("hidden_act", "silu") != "silu":
+        raise InputError("the head asks for scaled rotary embeddings or another activation than silu, which no EAGLE "
+                         "head that eyas knows has")  # fmt: skip
     return BlockConfig(
         width=width,
         attention_width=attention_width,
         heads=heads,
-        kv_heads=k_rows // (q_rows // heads),
-        head_dim=q_rows // heads,
-        ffn_width=len(tensors[f"{prefix}mlp.gate_proj.weight"]),
+        kv_heads=k_rows // head_dim,
+        head_dim=head_dim,
+        ffn_width=_matrix(tensors, f"{prefix}mlp.gate_proj.weight")[0],
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
-        rope_theta=_number(config, "rope_theta", 10000.0),  # released heads without the key were trained with 10000
+        rope_theta=_number({**rope, **config}, "rope_theta", 10000.0),  # released heads without it were trained so
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in tensors,
     )
 
 
+def _matrix(tensors: Mapping[str, Tensor], name: str) -> tuple[int, int]:
+    """The shape of a weight that must be a matrix."""
+    shape = tensors[name].shape
+    if len(shape) != 2 or 0 in shape:
+        raise InputError(f"{name} must be a matrix, got shape {list(shape)}")
+    return shape[0], shape[1]
+
+
 def _number(config: Mapping[str, object], key: str, default: float | None = None) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
         raise InputError(f"the head's config.json needs a positive number {key!r}, got {value!r}")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _check_width(kind: str, width: int, target_width: int) -> None:

@@ -93,8 +93,7 @@ def find_divergence(
 ) -> Divergence | None:
     """Compare two answers; recompute both sides' logits at the first difference (architecture, losslessness 6).
 
-    Explained means: the two computations differ by no more than the dtype's rounding, and the decision between the two
-    tokens is closer than twice that difference.
+    `judge` says what counts as explained.
     """
     ours, theirs = other.tokens, plain.tokens
     if ours == theirs:
@@ -112,12 +111,20 @@ def find_divergence(
 def judge(
     plain_V: Tensor, other_V: Tensor, tokens: tuple[int, int], sampling: Sampling, prefix: Prefix, dtype: torch.dtype
 ) -> Divergence:
-    """Two computations of one distribution, and the tokens (plain, other) drawn from them: why do they differ?"""
+    """Two computations of one distribution, and the tokens (plain, other) drawn from them: does rounding explain them?
+
+    It does if the two differ, by no more than the dtype's rounding, and each, drawn from again, gives its token. Then
+    the choice was closer than twice the difference, which is checked too where both tokens pass both sides' filters;
+    where one falls to a filter's cut on one side, the difference itself has moved the cut past it.
+    """
     difference = float((plain_V - other_V).abs().max())
+    redrawn = (sampling.draw(plain_V, prefix), sampling.draw(other_V, prefix))
     adjusted = [sampling.adjusted(logits_V, prefix) for logits_V in (plain_V, other_V)]
     moved = float((adjusted[0] - adjusted[1]).nan_to_num(0.0).abs().max())  # -inf - -inf: ruled out on both sides
-    gap = min(_gap(adjusted_V, tokens, sampling, len(prefix.tokens)) for adjusted_V in adjusted)
-    explained = gap <= 2 * moved and difference <= ROUNDING[dtype]
+    sides = [_gap(adjusted_V, tokens, sampling, len(prefix.tokens)) for adjusted_V in adjusted]
+    gap = min(gap for gap, _ in sides)
+    close = gap <= 2 * moved or any(cut for _, cut in sides)
+    explained = redrawn == tokens and 0 < difference <= ROUNDING[dtype] and close
     return Divergence(len(prefix.tokens) - prefix.num_prompt, *tokens, gap, difference, explained)
 
 
@@ -137,11 +144,12 @@ def replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answe
     raise AssertionError(f"the answer has {delivered} tokens, none at {position}")
 
 
-def _gap(adjusted_V: Tensor, tokens: tuple[int, int], sampling: Sampling, position: int) -> float:
-    """How close the choice between two tokens was: by score, or by the filters' cut where one fell to it."""
+def _gap(adjusted_V: Tensor, tokens: tuple[int, int], sampling: Sampling, position: int) -> tuple[float, bool]:
+    """How close the choice between two tokens was, and whether a filter cut one of them off: then it is the distance
+    to the lowest score that passed."""
     survivors, keyed = sampling.keyed_scores(adjusted_V, position)
     score = dict(zip(survivors.tolist(), keyed.tolist(), strict=True))
     lost = [token for token in tokens if token not in score]
     if lost:
-        return max(float(adjusted_V[survivors].min() - adjusted_V[token]) for token in lost)
-    return abs(score[tokens[0]] - score[tokens[1]])
+        return max(float(adjusted_V[survivors].min() - adjusted_V[token]) for token in lost), True
+    return abs(score[tokens[0]] - score[tokens[1]]), False

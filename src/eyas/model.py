@@ -5,18 +5,20 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TypedDict
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from eyas.checkpoint import DTYPES, load_head, load_target
 from eyas.drafters.base import Drafter
 from eyas.drafters.layers import DraftState
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.generate import Round, generate, generate_plain
 from eyas.measure import Answer, tau, timed
 from eyas.policies import Policy, parse_policy
@@ -69,15 +71,16 @@ class Output:
 class TextStream:
     """The text of an answer as its rounds arrive: never half a character, never a stop string or its beginning."""
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: Stop, decode: Callable[[list[int]], str]) -> None:
         self._stop = stop
+        self._decode = decode
         self._tokens: list[int] = []
         self._shown = ""
 
     def feed(self, round_: Round) -> str:
         """What this round adds to the text; the last round adds all that was held back."""
         self._tokens += round_.tokens
-        text = self._stop.decode(self._tokens)
+        text = self._decode(self._tokens)
         cut = self._stop.cut(text)
         if cut is not None:
             text = cut
@@ -112,14 +115,20 @@ class Model:
             if not chat:
                 return self._tokenize(prompt, special=True)
             prompt = [Message(role="user", content=prompt)]
-        if len(prompt) == 0:
+        if not isinstance(prompt, Iterable):
+            raise InputError(f"a prompt is a text, a list of messages or a list of token ids, got {prompt!r}")
+        parts = list(prompt)
+        if not parts:
             raise InputError("the prompt is empty: it must hold at least one token or message")
-        if isinstance(prompt[0], int):
-            return self._checked_ids(prompt)
+        if not isinstance(parts[0], dict):
+            return self._checked_ids(parts)
         if self.tokenizer.chat_template is None:
             raise InputError("the target has no chat template: give a text (--raw) instead of a conversation")
-        messages = [_checked_message(message) for message in prompt]
-        text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        messages = [_checked_message(part) for part in parts]
+        try:
+            text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except TemplateError as error:
+            raise InputError(f"the target's chat template refuses the conversation: {one_line(error)}") from error
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
     def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop, plain: bool = False) -> Iterator[Round]:
@@ -128,9 +137,10 @@ class Model:
             return generate_plain(self.target, ids, sampling, stop)
         return generate(self.target, self.drafter, self.policy, ids, sampling, stop)
 
-    def stopping(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Stop:
-        """A `Stop` with this model's end tokens and tokenizer."""
-        return Stop(max_new_tokens, self.target.spec.eos_ids, tuple(stop), self.decode)
+    def stopping(self, max_new_tokens: int, stop: str | Sequence[str] = ()) -> Stop:
+        """A `Stop` with this model's end tokens and tokenizer; `stop` is one string or several."""
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        return Stop(max_new_tokens, self.target.spec.eos_ids, strings, self.decode)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -147,7 +157,7 @@ class Model:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         chat: bool | None = None,
         **settings: Unpack[Settings],
     ) -> Output:
@@ -165,13 +175,13 @@ class Model:
         prompt: Prompt,
         *,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         chat: bool | None = None,
         **settings: Unpack[Settings],
     ) -> Iterator[str]:
         """The text of `generate` piece by piece, whole characters only. Raises what `generate` raises."""
         ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
-        text = TextStream(stopping)
+        text = TextStream(stopping, self.decode)
         for round_ in self.rounds(ids, self.sampling(**settings), stopping):
             yield text.feed(round_)
 
@@ -192,20 +202,29 @@ class Model:
         )
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError("the prompt holds bytes that are no UTF-8 text") from error
         return self.tokenizer.encode(text, add_special_tokens=special)
 
-    def _checked_ids(self, prompt: Sequence[object]) -> list[int]:
+    def _checked_ids(self, parts: list[object]) -> list[int]:
         size = self.target.spec.vocab_size
-        ids = [token for token in prompt if isinstance(token, int) and 0 <= token < size]
-        if len(ids) != len(prompt):
-            raise InputError(f"token ids must be integers between 0 and {size - 1}")
+        try:
+            ids = [index(part) for part in parts if not isinstance(part, bool)]  # type: ignore[arg-type]
+        except TypeError as error:
+            raise InputError(
+                f"a prompt is a text, a list of messages or a list of token ids, got {parts[:3]}"
+            ) from error
+        if len(ids) != len(parts) or not all(0 <= token < size for token in ids):
+            raise InputError(f"token ids must be whole numbers between 0 and {size - 1}")
         return ids
 
 
-def _checked_message(message: Message | int) -> dict[str, str]:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise InputError(f"a conversation is a list of messages with role and content, got {message!r} in it")
-    return {"role": str(message["role"]), "content": str(message["content"])}
+def _checked_message(message: object) -> dict[str, str]:
+    if isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
+        return {"role": message["role"], "content": message["content"]}
+    raise InputError(f"a conversation is a list of messages whose role and content are texts, got {message!r} in it")
 
 
 def load(
@@ -214,26 +233,26 @@ def load(
     *,
     backend: str = "auto",
     dtype: str | torch.dtype | None = None,
-    tree: str = "auto",
+    tree: str | Policy = "auto",
 ) -> Model:
     """A model that decodes with a head.
 
     Arguments:
         target: a folder in transformers format, a GGUF file, or "smollm2".
-        head: a head's folder, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None for plain decoding.
+        head: a head's folder, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None ("none") for plain decoding.
         backend: "auto" or "eager" (transformers on the CPU, the one there is so far).
         dtype: "float32" (default), "bfloat16" or "float64".
-        tree: "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
+        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
 
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
     """
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
-    policy = parse_policy(AUTO_TREE if tree == "auto" else tree)
+    policy = tree if isinstance(tree, Policy) else parse_policy(AUTO_TREE if tree == "auto" else tree)
     chosen = parse_dtype(dtype)
     loaded, tokenizer = load_target(target, chosen)
-    drafter = None if head is None else load_head(head, loaded)
+    drafter = None if head in (None, "none") else load_head(head, loaded)
     return Model(loaded, tokenizer, drafter, policy)
 
 

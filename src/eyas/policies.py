@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from eyas.drafters.base import Candidates, Drafter
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.tree import Tree
 
 StateT = TypeVar("StateT")
@@ -115,10 +115,13 @@ class Static(Policy):
     def from_json(cls, text: str, name: str) -> Static:
         """A tree from a JSON list of rank paths."""
         try:
-            paths = tuple(tuple(int(rank) for rank in path) for path in json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"{name}: a static tree is a JSON list of rank paths like [[0], [1], [0, 0]]") from error
-        return cls(paths, name)
+            paths = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{name}: {one_line(error)}") from error
+        lists = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
+        if not lists or not all(type(rank) is int for path in paths for rank in path):
+            raise InputError(f"{name}: a static tree is a JSON list of rank paths like [[0], [1], [0, 0]]")
+        return cls(tuple(map(tuple, paths)), name)
 
     @property
     def levels(self) -> int:

@@ -48,6 +48,16 @@ def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor) -> Tenso
     return -torch.log(-torch.log(uniform))
 
 
+_LARGEST = 1e9  # of settings that have no bound of their own
+
+
+def _check(name: str, value: object, low: float, high: float, above: bool = False, whole: bool = False) -> None:
+    kinds = (int,) if whole else (int, float)
+    if type(value) not in kinds or not low <= value <= high or (above and value == low):  # type: ignore[operator]
+        number = "a whole number" if whole else "a number"
+        raise InputError(f"{name} must be {number} {'above' if above else 'from'} {low} to {high}, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Prefix:
     """What stands before a draw: the prompt (`num_prompt` tokens) and the answer so far."""
@@ -92,21 +102,15 @@ class Sampling:
     sample: int = 0
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise InputError(f"temperature must be a number of at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k must be at least 0 (0 keeps all tokens), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p must be between 0 and 1, got {self.min_p}")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
-            raise InputError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise InputError(f"{name} must be a finite number, got {getattr(self, name)}")
-        if not -(1 << 63) <= self.seed < 1 << 63:
-            raise InputError(f"seed must fit into 64 bits, got {self.seed}")
+        _check("temperature", self.temperature, 0, _LARGEST)
+        _check("top_k", self.top_k, 0, _LARGEST, whole=True)
+        _check("top_p", self.top_p, 0, 1, above=True)
+        _check("min_p", self.min_p, 0, 1)
+        _check("repetition_penalty", self.repetition_penalty, 0, _LARGEST, above=True)
+        _check("presence_penalty", self.presence_penalty, -_LARGEST, _LARGEST)
+        _check("frequency_penalty", self.frequency_penalty, -_LARGEST, _LARGEST)
+        _check("seed", self.seed, -(1 << 63), (1 << 63) - 1, whole=True)
+        _check("sample", self.sample, 0, (1 << 63) - 1, whole=True)
 
     def draw(self, logits_V: Tensor, prefix: Prefix) -> int:
         """The token that follows `prefix`.
@@ -120,14 +124,20 @@ class Sampling:
         return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])
 
     def adjusted(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
-        """Scores before the filters: penalties, processors, temperature, in float32 or better."""
+        """Scores before the filters: penalties, processors, temperature, in float32 or better.
+
+        Above temperature 0 the best one is moved to 0 and the division is float64's, so that no temperature overflows.
+        """
         scores_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
         scores_V = self._penalised(scores_V, prefix)
         if self.processors:
             ids = torch.tensor([list(prefix.tokens)], device=scores_V.device)
             for processor in self.processors:
                 scores_V = processor(ids, scores_V[None])[0]
-        return scores_V if self.temperature == 0 else scores_V / self.temperature
+        if self.temperature == 0:
+            return scores_V
+        scores_V = scores_V.to(torch.float64)
+        return (scores_V - scores_V.max()) / self.temperature
 
     def _penalised(self, scores_V: Tensor, prefix: Prefix) -> Tensor:
         if self.repetition_penalty != 1:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +28,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from eyas.data import Sequence
+from eyas.data import Sequence, digest
 from eyas.drafters.base import Batch
 from eyas.drafters.eagle import Eagle, EagleConfig
 from eyas.drafters.eagle3 import Eagle3, Eagle3Config
@@ -53,16 +56,24 @@ class TrainConfig:
         for name in ("steps", "sequences", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.learning_rate > 0 or self.warmup < 0:
-            raise InputError(f"the learning rate must be above 0 and the warm-up at least 0 steps, got "
-                             f"{self.learning_rate} and {self.warmup}")  # fmt: skip
+        for name, highest in (("learning_rate", 1.0), ("clip", math.inf)):
+            if not 0 < getattr(self, name) <= highest:
+                raise InputError(f"{name} must be above 0 and at most {highest}, got {getattr(self, name)}")
+        for name, highest in (("warmup", math.inf), ("weight_decay", 1.0), ("seed", 2**31)):
+            if not 0 <= getattr(self, name) <= highest:
+                raise InputError(f"{name} must be between 0 and {highest}, got {getattr(self, name)}")
 
 
 def draft_vocabulary(sequences: Seq[Sequence], size: int, special_ids: Seq[int]) -> tuple[Tensor, float]:
     """The `size` most frequent answer tokens, the special ones forced in, ascending; and their share of answer tokens.
 
     Fewer distinct tokens than `size` are filled up with the lowest ids that are left, so the size is as asked.
+
+    Raises:
+        InputError: a size without room for the special tokens.
     """
+    if size < max(1, len(special_ids)):
+        raise InputError(f"the draft vocabulary needs at least {max(1, len(special_ids))} tokens, got {size}")
     counts = Counter(token for s in sequences for token in s.tokens[s.answer_start :])
     frequent = sorted(counts, key=lambda token: (-counts[token], token))
     chosen = dict.fromkeys([*special_ids, *frequent][:size])
@@ -79,8 +90,17 @@ def new_head(
     """An untrained head that starts from the target's last layer, its fusion from the identity on the highest state.
 
     `steps` and `noise` are the objectives' own (training-time test, feature noise).
+
+    Raises:
+        InputError: a setting that the objective cannot take, or a draft vocabulary larger than the target's.
     """
     spec = target.spec
+    if steps < 1:
+        raise InputError(f"the training-time test needs at least 1 step, got {steps}")
+    if not 0 <= noise <= 10:
+        raise InputError(f"the feature noise must be between 0 and 10, got {noise}")
+    if vocabulary_Q is not None and len(vocabulary_Q) > spec.vocab_size:
+        raise InputError(f"the draft vocabulary has {len(vocabulary_Q)} tokens, the target's only {spec.vocab_size}")
     block = BlockConfig(
         width=spec.width,
         attention_width=spec.width if kind == "eagle" else 2 * spec.width,
@@ -150,15 +170,41 @@ def make_batch(features: Features, numbers: Seq[int], reads: Seq[int], seed: int
 
 
 class Trainer:
-    """A head, its optimiser and the step it stands at."""
+    """A head, its optimiser and the step it stands at.
 
-    def __init__(self, head: Eagle | Eagle3, features: Features, config: TrainConfig, dtype: torch.dtype) -> None:
+    Arguments:
+        dtype: of the products; the weights themselves are float32.
+        made_for: the target's fingerprint; with the head's settings and the data it says which run this is.
+
+    Raises:
+        InputError: fewer examples than a step takes.
+    """
+
+    def __init__(
+        self,
+        head: Eagle | Eagle3,
+        features: Features,
+        config: TrainConfig,
+        dtype: torch.dtype,
+        made_for: Mapping[str, str] | None = None,
+    ) -> None:
+        if config.sequences > len(features):
+            raise InputError(f"a step takes {config.sequences} sequences, and there are {len(features)}")
         self.head, self.features, self.config, self.dtype = head.float().train(), features, config, dtype
+        vocabulary_Q = head.draft_vocabulary_Q if isinstance(head, Eagle3) else None
+        self.identity = {
+            "head": repr(head.config),
+            "draft vocabulary": digest(None if vocabulary_Q is None else vocabulary_Q.tolist()),
+            "dtype": str(dtype),
+            "answers": features.digest,
+            **{f"target's {key}": value for key, value in (made_for or {}).items()},
+        }
         self.optimiser = torch.optim.AdamW(
             head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
         self.step = 0
         self.tokens_seen = 0
+        self.recent: dict[str, float] = {}  # metrics, averaged over the last twenty steps or so
 
     def learning_rate(self) -> float:
         """Linear warm-up, then a cosine from the peak to a tenth of it."""
@@ -169,7 +215,11 @@ class Trainer:
         return c.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress))))
 
     def train_step(self) -> dict[str, float]:
-        """One optimiser step; its metrics."""
+        """One optimiser step; the recent metrics.
+
+        Raises:
+            FloatingPointError: the loss is no number any more.
+        """
         batch = make_batch(self.features, self._numbers(), self.head.reads, self.config.seed + self.step)
         loss, metrics = self._loss(batch)
         if not bool(loss.isfinite()):
@@ -182,7 +232,9 @@ class Trainer:
         self.optimiser.step()
         self.step += 1
         self.tokens_seen += int(batch.lengths_B.sum())
-        return {"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}}
+        for name, value in {"loss": loss, **metrics}.items():
+            self.recent[name] = 0.95 * self.recent.get(name, value.item()) + 0.05 * value.item()
+        return self.recent
 
     def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         # masters stay float32; products run on copies in the target's dtype, gradients flow back through the cast
@@ -204,7 +256,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, features: Features) -> dict[str, float]:
-        """Mean metrics over held-out examples."""
+        """Mean metrics over held-out examples, as decoding sees them: without noise."""
+        self.head.eval()
         totals: Counter[str] = Counter()
         batches = [
             range(i, min(i + self.config.sequences, len(features)))
@@ -213,6 +266,7 @@ class Trainer:
         for numbers in batches:
             loss, metrics = self._loss(make_batch(features, list(numbers), self.head.reads, 0))
             totals.update({"loss": loss.item(), **{name: value.item() for name, value in metrics.items()}})
+        self.head.train()
         return {name: value / len(batches) for name, value in totals.items()}
 
     def save(self, path: Path) -> None:
@@ -221,7 +275,13 @@ class Trainer:
         for name, weight in self.head.named_parameters():
             for key, value in self.optimiser.state.get(weight, {}).items():
                 tensors[f"{key}.{name}"] = value
-        progress = {"step": self.step, "tokens_seen": self.tokens_seen, "config": asdict(self.config)}
+        progress = {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "recent": self.recent,
+            "config": asdict(self.config),
+            "identity": self.identity,
+        }
         temporary = path.with_suffix(".tmp")
         save_file(tensors, temporary, metadata={"progress": json.dumps(progress)})
         temporary.rename(path)
@@ -230,19 +290,23 @@ class Trainer:
         """Go on where `save` stopped.
 
         Raises:
-            InputError: the file is broken, or its run had another recipe (the number of steps may grow).
+            InputError: the file is broken, or it is the state of another run (the number of steps may change).
         """
         try:
             with safe_open(path, framework="pt") as file:
                 progress = json.loads(file.metadata()["progress"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            asked = {**asdict(self.config), **self.identity}
+            found = {**progress["config"], **progress["identity"]}
+            step, tokens_seen, recent = progress["step"], progress["tokens_seen"], progress["recent"]
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"cannot resume from {path}: {error}") from error
-        old = TrainConfig(**progress["config"])
-        if replace(old, steps=self.config.steps, checkpoint_every=self.config.checkpoint_every) != self.config:
-            raise InputError(f"cannot resume from {path}: it was trained with {old}, and {self.config} was asked for")
-        self.step, self.tokens_seen = progress["step"], progress["tokens_seen"]
+            raise InputError(f"cannot resume from {path}: {type(error).__name__} {error}") from error
+        for key in sorted(asked.keys() - {"steps", "checkpoint_every"}):
+            if found.get(key) != asked[key]:
+                raise InputError(f"cannot resume from {path}: its {key} was {found.get(key)}, now it is {asked[key]}")
+        self.step, self.tokens_seen, self.recent = step, tokens_seen, recent
         for name, weight in self.head.named_parameters():
+            assert tensors[f"weight.{name}"].shape == weight.shape, name
             weight.data.copy_(tensors[f"weight.{name}"])
             self.optimiser.state[weight] = {
                 key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors
@@ -252,47 +316,58 @@ class Trainer:
 def run(trainer: Trainer, out: Path, held_out: Features | None = None) -> dict[str, float]:
     """Train to the end with a progress bar; resumable state and a log of metrics lie in `out`. The last metrics.
 
-    Ctrl-C saves the state first, so the same command with `--resume` goes on.
+    Ctrl-C ends the step, saves the state and raises KeyboardInterrupt: the same command with `--resume` goes on.
+
+    Raises:
+        InputError: the run has done its steps already.
     """
     out.mkdir(parents=True, exist_ok=True)
-    state, log = out / "training.safetensors", out / "metrics.jsonl"
-    recent: dict[str, float] = {}
-    begun, first_step, first_tokens = time.perf_counter(), trainer.step, trainer.tokens_seen
-    total = trainer.config.steps
-    with tqdm(total=total, initial=first_step, unit="step", desc=f"train {trainer.head.kind}") as bar:
-        try:
-            while trainer.step < total:
-                for name, value in trainer.train_step().items():
-                    recent[name] = value if name not in recent else 0.95 * recent[name] + 0.05 * value
-                rate = (trainer.tokens_seen - first_tokens) / (time.perf_counter() - begun)
-                bar.set_postfix_str(f"loss {recent['loss']:.3f}, {_acceptance(recent)}, {rate:.0f} tokens/s")
-                bar.update()
-                if trainer.step % trainer.config.checkpoint_every == 0 or trainer.step == total:
-                    trainer.save(state)
-                    record = {
-                        "step": trainer.step,
-                        "tokens_seen": trainer.tokens_seen,
-                        "tokens_per_second": rate,
-                        **recent,
-                    }
-                    if held_out is not None:
-                        held = trainer.evaluate(held_out)
-                        record |= {f"held_out_{name}": value for name, value in held.items()}
-                        tqdm.write(
-                            f"step {trainer.step}: held-out loss {held['loss']:.3f}, {_acceptance(held)}",
-                            file=sys.stderr,
-                        )
-                    with log.open("a") as file:
-                        file.write(json.dumps(record) + "\n")
-        except KeyboardInterrupt:
-            trainer.save(state)
-            raise
-    return recent
+    total, first_step, first_tokens = trainer.config.steps, trainer.step, trainer.tokens_seen
+    if first_step >= total:
+        raise InputError(f"this run has done {first_step} steps already: ask for more than that to go on")
+    begun = time.perf_counter()
+    bar = tqdm(total=total, initial=first_step, unit="step", desc=f"train {trainer.head.kind}")
+    with bar, _interrupts() as interrupted:
+        while trainer.step < total and not interrupted.is_set():
+            metrics = trainer.train_step()
+            rate = (trainer.tokens_seen - first_tokens) / (time.perf_counter() - begun)
+            bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {_acceptance(metrics)}, {rate:.0f} tokens/s")
+            bar.update()
+            if trainer.step % trainer.config.checkpoint_every == 0 or trainer.step == total or interrupted.is_set():
+                trainer.save(out / "training.safetensors")
+                _log(trainer, out / "metrics.jsonl", rate, held_out)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+    return trainer.recent
+
+
+@contextmanager
+def _interrupts() -> Iterator[Event]:
+    """Within the block, Ctrl-C only sets the event: a step is done or not done, never half done."""
+    event = Event()
+    if current_thread() is not main_thread():
+        yield event  # signals reach the main thread alone
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _log(trainer: Trainer, path: Path, rate: float, held_out: Features | None) -> None:
+    record = {"step": trainer.step, "tokens_seen": trainer.tokens_seen, "tokens_per_second": rate, **trainer.recent}
+    if held_out is not None:
+        held = trainer.evaluate(held_out)
+        record |= {f"held_out_{name}": value for name, value in held.items()}
+        tqdm.write(f"step {trainer.step}: held-out loss {held['loss']:.3f}, {_acceptance(held)}", file=sys.stderr)
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
 
 
 def _acceptance(metrics: dict[str, float]) -> str:
     """Simulated acceptance by depth, and the length of a chain that it would give (all depths before must hold)."""
-    rates = [value for name, value in sorted(metrics.items()) if name.startswith("accept_")]
+    rates = [value for name, value in metrics.items() if name.startswith("accept_")]
     length, reached = 1.0, 1.0
     for rate in rates:
         reached *= rate
@@ -300,9 +375,7 @@ def _acceptance(metrics: dict[str, float]) -> str:
     return f"acceptance {' '.join(f'{rate:.2f}' for rate in rates)} (chain {length:.2f})"
 
 
-def card(
-    trainer: Trainer, target: str, made_for: Mapping[str, str | int], metrics: Mapping[str, float], answers: str
-) -> str:
+def card(trainer: Trainer, target: str, made_for: Mapping[str, str], answers: str) -> str:
     """What people should know about a head: its training, and what it is for."""
     head, config = trainer.head, trainer.config
     drafts = f"{head.config.draft_vocab_size} of {head.config.vocab_size}" if isinstance(head, Eagle3) else "all"
@@ -312,6 +385,6 @@ def card(
 - Trained on features of dtype {made_for["dtype"]}; chat template {made_for["chat_template"]}, as the answers were made.
 - Data: `{answers}`, {len(trainer.features)} sequences; {trainer.tokens_seen:,} tokens seen in {trainer.step} steps of
   {config.sequences} sequences; AdamW, peak learning rate {config.learning_rate}, seed {config.seed}.
-- Simulated acceptance at the end of training: {_acceptance(dict(metrics))}.
+- Simulated acceptance at the end of training: {_acceptance(trainer.recent)}.
 - A head is made for one target: with other weights, or another template, acceptance falls; the output stays right.
 """

@@ -64,11 +64,6 @@ class Tree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def num_draft_nodes(self) -> int:
-        """Nodes that were guessed: all but the root."""
-        return len(self.tokens) - 1
-
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that carries `token`, or None."""
         return self._children[node].get(token)

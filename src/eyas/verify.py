@@ -28,19 +28,20 @@ class Stop:
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
-    decode: Callable[[list[int]], str] = field(default=lambda tokens: "", repr=False)  # needed where there are strings
+    decode: Callable[[list[int]], str] | None = field(default=None, repr=False)  # tokens to text: needed for strings
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not all(self.strings):
-            raise InputError("a stop string must not be empty")
+        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}")
+        if not all(isinstance(string, str) and string for string in self.strings):
+            raise InputError(f"stop strings must be texts that are not empty, got {list(self.strings)}")
+        assert not self.strings or self.decode is not None, "stop strings are looked for in decoded text"
 
     def reason(self, generated: Sequence[int]) -> FinishReason | None:
         """Why the answer ends after these tokens, if it does. Called after every token."""
         if generated and generated[-1] in self.eos_ids:
             return "stop"
-        if self.strings and self.cut(self.decode(list(generated))) is not None:
+        if self.strings and self.decode is not None and self.cut(self.decode(list(generated))) is not None:
             return "stop"
         return "length" if len(generated) >= self.max_new_tokens else None
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 StateT = TypeVar("StateT")
@@ -84,4 +85,4 @@ def best_candidates(logits_KQ: Tensor, width: int, target_ids_Q: Tensor | None) 
     """
     best = logits_KQ.float().log_softmax(-1).topk(min(width, logits_KQ.shape[-1]), dim=-1)
     tokens_KW = best.indices if target_ids_Q is None else target_ids_Q[best.indices]
-    return Candidates(tokens_KW, best.values)
+    return Candidates(tokens_KW, best.values.nan_to_num(nan=-torch.inf))  # a broken head drafts badly, no more

@@ -65,10 +65,11 @@ class Eagle(nn.Module, Drafter[DraftState]):
         rows = supervised_rows(batch.lengths_B, batch.starts_B)
         b, i = rows.sequence_S, rows.pair_S
         features_BPD = batch.states_BTLD[:, :-1, 0]
-        generator = torch.Generator(features_BPD.device).manual_seed(batch.seed)
-        uniform_BPD = torch.rand(features_BPD.shape, generator=generator, device=features_BPD.device)
-        noise_BPD = ((uniform_BPD * 2 - 1) * self.config.noise).to(features_BPD.dtype)
-        x_BPD = self._fuse(batch.tokens_BT[:, 1:], features_BPD + noise_BPD)
+        if self.training:
+            generator = torch.Generator(features_BPD.device).manual_seed(batch.seed)
+            uniform_BPD = torch.rand(features_BPD.shape, generator=generator, device=features_BPD.device)
+            features_BPD = features_BPD + ((uniform_BPD * 2 - 1) * self.config.noise).to(features_BPD.dtype)
+        x_BPD = self._fuse(batch.tokens_BT[:, 1:], features_BPD)
         attention = self.block.self_attn
         positions_P = torch.arange(x_BPD.shape[1], device=x_BPD.device)
         keys_BPGC, values_BPGC = attention.keys(x_BPD, positions_P), attention.values(x_BPD)

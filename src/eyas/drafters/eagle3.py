@@ -129,7 +129,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         self, h_SD: Tensor, p_SQ: Tensor, known_S: Tensor, valid_S: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         # pair i of step j is held to the distribution of pair i + j: rows are contiguous, so that is a shift
-        num = len(h_SD) - step
+        num = max(0, len(h_SD) - step)
         logits = self.lm_head(self.norm(h_SD[:num])).float()
         p, trained = p_SQ[step:], valid_S[:num] & known_S[step:]
         supervised = valid_S[:num].sum().clamp_min(1)

@@ -156,10 +156,6 @@ class DraftState:
         self.hidden_RD = torch.cat((self.hidden_RD, hidden_KD))
         return hidden_KD
 
-    def keys_values(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [G, length, C] of the verified pairs."""
-        return self._keys_GSC[:, : self.length], self._values_GSC[:, : self.length]
-
     def _run(self, block: Block, x_TD: Tensor, a_TE: Tensor, slot: int, positions_T: Tensor, mask_TS: Tensor) -> Tensor:
         attention = block.self_attn
         end = slot + len(x_TD)

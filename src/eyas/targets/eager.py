@@ -83,7 +83,7 @@ class _BatchedCache:
 
 
 class EagerTarget(Target[EagerCache]):
-    """A causal language model of transformers, on the CPU or on CUDA."""
+    """A causal language model of transformers."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         config = model.config

@@ -17,7 +17,6 @@ from eyas.errors import InputError
 class Family:
     """A model family that eyas verifies trees with."""
 
-    name: str
     masks: Literal["full", "window", "by_kind"]  # one full mask; one windowed mask; a mask for each kind of layer
     mlp_norm: str = "post_attention_layernorm"  # the norm before the MLP, which a new head's block starts from
     norm_offset: float = 0.0  # Gemma stores w of (1 + w)
@@ -25,11 +24,11 @@ class Family:
 
 # Keyed by `model_type` of a transformers config.
 FAMILIES: dict[str, Family] = {
-    "llama": Family("Llama", masks="full"),
-    "mistral": Family("Mistral", masks="window"),
-    "qwen2": Family("Qwen2", masks="by_kind"),
-    "qwen3": Family("Qwen3", masks="by_kind"),
-    "gemma3_text": Family("Gemma3", masks="by_kind", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
+    "llama": Family(masks="full"),
+    "mistral": Family(masks="window"),
+    "qwen2": Family(masks="by_kind"),
+    "qwen3": Family(masks="by_kind"),
+    "gemma3_text": Family(masks="by_kind", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
 }
 
 # Rotary kinds whose frequencies depend on nothing but the position. `dynamic` and `longrope` change them with the
