@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from typing import cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
@@ -78,7 +79,8 @@ def load_target(
         config = AutoConfig.from_pretrained(folder)
         family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, loading = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
         target = EagerTarget(model.to(device), name)
     except Exception as error:  # whatever the readers of somebody's files stumble over
         raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error

@@ -11,7 +11,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -396,7 +396,7 @@ def _show_pair(
     print(f"-- identical: {'yes' if same else 'NO'}")
 
 
-def _print_json(record: dict[str, object]) -> None:
+def _print_json(record: Mapping[str, object]) -> None:
     print(json.dumps(record, allow_nan=False))
 
 

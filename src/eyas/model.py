@@ -208,7 +208,7 @@ class Model:
             raise InputError("the prompt holds bytes that are no UTF-8 text") from error
         return self.tokenizer.encode(text, add_special_tokens=special)
 
-    def _checked_ids(self, parts: list[object]) -> list[int]:
+    def _checked_ids(self, parts: Sequence[object]) -> list[int]:
         size = self.target.spec.vocab_size
         try:
             ids = [index(part) for part in parts if not isinstance(part, bool)]  # type: ignore[arg-type]
