@@ -77,7 +77,7 @@ def compare(model: eyas.Model, reference: torch.nn.Module, text: str, max_new_to
     position = next(i for i in range(len(ours) + 1) if ours[i : i + 1] != expected[i : i + 1])
     if position >= min(len(ours), len(expected)):
         return Divergence(position, None, None, None, None, explained=False)
-    theirs_V = output.logits[position][0].to(torch.float64)
+    theirs_V = output.logits[position][0].to(model.target.spec.dtype)  # generate hands out float32
     ours_V = replayed_logits(model.target, ids, answer, position)
     tokens = (expected[position], ours[position])
     prefix = Prefix([*ids, *ours[:position]], len(ids))

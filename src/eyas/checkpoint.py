@@ -79,16 +79,22 @@ def load_target(
         config = AutoConfig.from_pretrained(folder)
         family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-        model, loading = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
+        model = _load_model(folder, dtype=dtype)
         target = EagerTarget(model.to(device), name)
     except Exception as error:  # whatever the readers of somebody's files stumble over
         raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
+    return target, tokenizer
+
+
+def _load_model(folder: Path, **settings: object) -> PreTrainedModel:
+    """A model whose weights are exactly those that its config asks for: nothing is left as it was initialised."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **settings)
+    model, loading = cast("tuple[PreTrainedModel, dict[str, set[str]]]", loaded)
     for what in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         keys = sorted(str(key) for key in loading[what] if not str(key).endswith("rotary_emb.inv_freq"))
         if keys:
-            raise InputError(f"the weights of the target {name!r} do not fit its config: {what} {', '.join(keys[:4])}")
-    return target, tokenizer
+            raise ValueError(f"its weights do not fit its config: {what} {', '.join(keys[:4])}")
+    return model
 
 
 def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -197,7 +203,7 @@ def _convert_gguf(gguf: Path) -> Path:
     if folder.is_dir():
         return folder
     try:
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        model = _load_model(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     except Exception as error:  # readers of broken files raise whatever they stumble over
         raise InputError(f"cannot read the GGUF file {str(gguf)!r}: {one_line(error)}") from error

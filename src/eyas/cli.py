@@ -56,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `eyas generate | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except FloatingPointError as error:  # weights or logits that are no numbers
+        print(f"eyas: {error}", file=sys.stderr)
+        return EXIT_FAILED
     except OSError as error:  # a place that cannot be read or written
         print(f"eyas: {one_line(error)}", file=sys.stderr)
         return EXIT_INPUT

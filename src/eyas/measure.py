@@ -91,7 +91,7 @@ class Divergence:
 def find_divergence(
     target: Target[CacheT], prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling
 ) -> Divergence | None:
-    """Compare two answers; recompute both sides' logits at the first difference (architecture, losslessness 6).
+    """Compare two answers; recompute both sides' logits at the first difference (docs/design.md, rounding).
 
     `judge` says what counts as explained.
     """
@@ -117,7 +117,7 @@ def judge(
     the choice was closer than twice the difference, which is checked too where both tokens pass both sides' filters;
     where one falls to a filter's cut on one side, the difference itself has moved the cut past it.
     """
-    difference = float((plain_V - other_V).abs().max())
+    difference = float((plain_V.to(torch.float64) - other_V.to(torch.float64)).abs().max())
     redrawn = (sampling.draw(plain_V, prefix), sampling.draw(other_V, prefix))
     adjusted = [sampling.adjusted(logits_V, prefix) for logits_V in (plain_V, other_V)]
     moved = float((adjusted[0] - adjusted[1]).nan_to_num(0.0).abs().max())  # -inf - -inf: ruled out on both sides
@@ -138,7 +138,7 @@ def replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answe
         verified = target.verify([(cache, tree)], last_only=is_prompt)[0]
         if position < delivered + len(round_.tokens):
             row = -1 if is_prompt else round_.path[position - delivered]
-            return verified.logits_NV[row].to(torch.float64)
+            return verified.logits_NV[row]
         target.keep(cache, range(len(tree)) if is_prompt else round_.path)
         delivered += len(round_.tokens)
     raise AssertionError(f"the answer has {delivered} tokens, none at {position}")

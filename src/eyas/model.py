@@ -131,9 +131,9 @@ class Model:
             raise InputError(f"the target's chat template refuses the conversation: {one_line(error)}") from error
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
-    def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop, plain: bool = False) -> Iterator[Round]:
-        """The rounds of one answer, as they happen; `plain` leaves the drafter out."""
-        if plain or self.drafter is None:
+    def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Round]:
+        """The rounds of one answer, as they happen; plain decoding where there is no drafter."""
+        if self.drafter is None:
             return generate_plain(self.target, ids, sampling, stop)
         return generate(self.target, self.drafter, self.policy, ids, sampling, stop)
 
