@@ -27,6 +27,7 @@ def tiny_target(
     width: int = 32,
     vocab: int = VOCAB,
     family: str = "llama",
+    head_dim: int = 12,
 ) -> EagerTarget:
     """A model with grouped heads and head_dim != width / heads, its logits spread enough to decide; windows are
     shorter than the texts of the tests."""
@@ -39,7 +40,7 @@ def tiny_target(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=12,
+        head_dim=head_dim,
         max_position_embeddings=256,
         initializer_range=0.3,
         eos_token_id=2,
