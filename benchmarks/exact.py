@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import eyas
 from eyas.bench import machine, read_workload, versions
 from eyas.checkpoint import target_folder
-from eyas.measure import Divergence, judge, replayed_logits, timed
+from eyas.measure import Divergence, judge, timed
 from eyas.sampling import Prefix
 
 
@@ -78,7 +78,7 @@ def compare(model: eyas.Model, reference: torch.nn.Module, text: str, max_new_to
     if position >= min(len(ours), len(expected)):
         return Divergence(position, None, None, None, None, explained=False)
     theirs_V = output.logits[position][0].to(model.target.spec.dtype)  # generate hands out float32
-    ours_V = replayed_logits(model.target, ids, answer, position)
+    ours_V = answer.logits(position)
     tokens = (expected[position], ours[position])
     prefix = Prefix([*ids, *ours[:position]], len(ids))
     return judge(theirs_V, ours_V, tokens, eyas.Sampling(), prefix, model.target.spec.dtype)

@@ -104,7 +104,7 @@ def test_streaming_adds_up_and_never_splits_characters(folder: Path) -> None:
     pieces = []
     for place, token in enumerate(ids):
         reason = "length" if place == len(ids) - 1 else None
-        pieces.append(stream.feed(eyas.generate.Round(None, [], [token], reason, 0, 0, 0)))
+        pieces.append(stream.feed(eyas.generate.Round(None, [], [token], reason, None, 0, 0, 0)))
     assert round_.tree is None
     assert "".join(pieces) == "aé€🦅b"
     assert "\ufffd" not in "".join(pieces)

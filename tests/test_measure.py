@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from tiny import tiny_target
 
@@ -18,7 +20,7 @@ def forged(answer: Answer, position: int, token: int) -> Answer:
     """The answer with another token at `position`, as if its drafted run had drawn it."""
     rounds = list(answer.rounds)
     old = rounds[position]
-    rounds[position] = Round(old.tree, old.path, [token], old.finish_reason, 0, 0, 0)
+    rounds[position] = replace(old, tokens=[token])
     return Answer(rounds, answer.seconds)
 
 
@@ -26,9 +28,9 @@ def test_a_wrong_token_is_not_explained() -> None:
     target = tiny_target(torch.float32)
     for sampling in (Sampling(), Sampling(0.8, top_p=0.5), Sampling(1.0, top_k=3)):
         plain = timed(generate_plain(target, PROMPT, sampling, Stop(12)))
-        assert find_divergence(target, PROMPT, plain, plain, sampling) is None
+        assert find_divergence(PROMPT, plain, plain, sampling, torch.float32) is None
         wrong = (plain.tokens[5] + 1) % 61
-        found = find_divergence(target, PROMPT, plain, forged(plain, 5, wrong), sampling)
+        found = find_divergence(PROMPT, plain, forged(plain, 5, wrong), sampling, torch.float32)
         assert found is not None
         assert (found.position, found.plain_token, found.token) == (5, plain.tokens[5], wrong)
         assert not found.explained
@@ -56,15 +58,15 @@ def draws(seed: int, logits: torch.Tensor) -> int:
 def test_an_answer_that_ends_early_is_not_explained() -> None:
     target = tiny_target(torch.float32)
     plain = timed(generate_plain(target, PROMPT, Sampling(), Stop(12)))
-    found = find_divergence(target, PROMPT, plain, Answer(plain.rounds[:7], 1.0), Sampling())
+    found = find_divergence(PROMPT, plain, Answer(plain.rounds[:7], 1.0), Sampling(), torch.float32)
     assert found is not None
     assert (found.position, found.token, found.explained) == (7, None, False)
 
 
 def test_tau_leaves_the_prompt_out() -> None:
-    first = Round(None, [], [4], None, 0, 0, 0)
-    three = Round(Tree.chain([4, 5, 6]), [0, 1, 2], [5, 6, 7], None, 0, 0, 0)
-    one = Round(Tree.chain([7, 1]), [0], [9], "stop", 0, 0, 0)
+    first = Round(None, [], [4], None, None, 0, 0, 0)
+    three = Round(Tree.chain([4, 5, 6]), [0, 1, 2], [5, 6, 7], None, None, 0, 0, 0)
+    one = Round(Tree.chain([7, 1]), [0], [9], "stop", None, 0, 0, 0)
     assert tau([Answer([first, three, one], 1.0)]) == 2.0
     assert tau([Answer([first], 1.0)]) is None
     assert tau([Answer([first, three], 1.0), Answer([first, one], 1.0)]) == 2.0

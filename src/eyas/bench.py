@@ -135,10 +135,12 @@ def compare(
             keyed = replace(sampling, sample=sampling.sample + i)
             for m, method in enumerate(methods):
                 answers[m].append(timed(method.model.rounds(ids, keyed, stop)))
-                found = find_divergence(method.model.target, ids, answers[0][i], answers[m][i], keyed)
+                found = find_divergence(ids, answers[0][i], answers[m][i], keyed, method.model.target.spec.dtype)
                 if found is not None:
                     divergences[m].append(_record(item, found))
                 bar.update()
+            for side in answers:
+                side[i] = side[i].without_logits()
     rows = [
         _row(workload, method, answers[m], answers[0], divergences[m], sampling) for m, method in enumerate(methods)
     ]

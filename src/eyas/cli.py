@@ -100,7 +100,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     def shown():
         for round_ in model.rounds(ids, _sampling(arguments, model), stop):
             print(stream.feed(round_), end="", file=out, flush=True)
-            yield round_
+            yield replace(round_, logits_TV=None)
 
     answer = timed(shown())
     print(file=out)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from torch import Tensor
+
 from eyas.drafters.base import Drafter
 from eyas.errors import InputError
 from eyas.policies import Policy, grow
@@ -35,6 +37,7 @@ class Round:
     path: list[int]  # nodes that held: the root, then the accepted ones
     tokens: list[int]  # delivered by this round
     finish_reason: FinishReason | None  # set in the last round
+    logits_TV: Tensor | None  # what each delivered token was drawn from; None where nobody needs it any more
     draft_ms: float
     verify_ms: float
     other_ms: float
@@ -62,7 +65,7 @@ def generate(
     hidden_TLD = verified.hidden_NLD
     followers = [*tokens[1:], *step.tokens]  # followers[i] comes after the token whose states are hidden_TLD[i]
     tokens += step.tokens
-    yield Round(None, [], step.tokens, step.finish_reason, *clock.split())
+    yield Round(None, [], step.tokens, step.finish_reason, verified.logits_NV, *clock.split())
 
     while step.finish_reason is None:
         clock = _Clock()
@@ -76,7 +79,8 @@ def generate(
         target.keep(cache, step.path)
         hidden_TLD, followers = verified.hidden_NLD[step.path], step.tokens
         tokens += step.tokens
-        yield Round(tree, step.path, step.tokens, step.finish_reason, *clock.split())
+        logits_TV = verified.logits_NV[step.path[: len(step.tokens)]]
+        yield Round(tree, step.path, step.tokens, step.finish_reason, logits_TV, *clock.split())
 
 
 def generate_plain(target: Target[CacheT], prompt: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Round]:
@@ -94,7 +98,8 @@ def generate_plain(target: Target[CacheT], prompt: Sequence[int], sampling: Samp
         clock.lap("verify")
         step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
         tokens += step.tokens
-        yield Round(tree, [] if tree is None else [0], step.tokens, step.finish_reason, *clock.split())
+        path = [] if tree is None else [0]
+        yield Round(tree, path, step.tokens, step.finish_reason, verified.logits_NV, *clock.split())
         if step.finish_reason is not None:
             return
         clock = _Clock()

@@ -1,7 +1,7 @@
 """What happened, in numbers: all of them computed from `Round`s.
 
 tau counts what one target forward is worth: tokens after the first, over forwards after the prompt's own. A divergence
-between speculative and plain output is either explained by the back end's rounding, measured on the spot, or a bug.
+between speculative and plain output is either explained by the back end's rounding, measured there, or a bug.
 Legend: V vocabulary.
 """
 
@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from eyas.generate import Round
 from eyas.sampling import Prefix, Sampling
-from eyas.targets.base import Target
-from eyas.tree import Tree
-
-CacheT = TypeVar("CacheT")
 
 # How far a logit may move when the same model computes it in another batch shape. Measured on the demo target, with a
 # factor of about four to spare; a larger difference is no rounding and makes a divergence unexplained.
@@ -37,6 +32,19 @@ class Answer:
     @property
     def tokens(self) -> list[int]:
         return [token for round_ in self.rounds for token in round_.tokens]
+
+    def logits(self, position: int) -> Tensor:
+        """[V]: what the token at `position` of the answer was drawn from."""
+        for round_ in self.rounds:
+            if position < len(round_.tokens):
+                assert round_.logits_TV is not None, "the rounds were kept with their logits"
+                return round_.logits_TV[position]
+            position -= len(round_.tokens)
+        raise IndexError(f"the answer has {len(self.tokens)} tokens")
+
+    def without_logits(self) -> Answer:
+        """The same answer without V numbers for each of its tokens."""
+        return Answer([replace(round_, logits_TV=None) for round_ in self.rounds], self.seconds)
 
 
 def timed(rounds: Iterator[Round]) -> Answer:
@@ -89,12 +97,9 @@ class Divergence:
 
 
 def find_divergence(
-    target: Target[CacheT], prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling
+    prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling, dtype: torch.dtype
 ) -> Divergence | None:
-    """Compare two answers; recompute both sides' logits at the first difference (docs/design.md, rounding).
-
-    `judge` says what counts as explained.
-    """
+    """Where two answers to one prompt part, judged by the logits that both sides drew from there."""
     ours, theirs = other.tokens, plain.tokens
     if ours == theirs:
         return None
@@ -102,10 +107,9 @@ def find_divergence(
     if position >= min(len(ours), len(theirs)):
         ended = [None if position >= len(side) else side[position] for side in (theirs, ours)]
         return Divergence(position, ended[0], ended[1], gap=None, difference=None, explained=False)
-    plain_V = replayed_logits(target, prompt, plain, position)
-    other_V = replayed_logits(target, prompt, other, position)
     prefix = Prefix([*prompt, *ours[:position]], len(prompt))
-    return judge(plain_V, other_V, (theirs[position], ours[position]), sampling, prefix, target.spec.dtype)
+    tokens = (theirs[position], ours[position])
+    return judge(plain.logits(position), other.logits(position), tokens, sampling, prefix, dtype)
 
 
 def judge(
@@ -126,22 +130,6 @@ def judge(
     close = gap <= 2 * moved or any(cut for _, cut in sides)
     explained = redrawn == tokens and 0 < difference <= ROUNDING[dtype] and close
     return Divergence(len(prefix.tokens) - prefix.num_prompt, *tokens, gap, difference, explained)
-
-
-def replayed_logits(target: Target[CacheT], prompt: Sequence[int], answer: Answer, position: int) -> Tensor:
-    """The logits from which `answer` drew its token at `position`, computed again by the same forwards."""
-    cache = target.new_cache()
-    tree, delivered = Tree.chain(prompt), 0
-    for round_ in answer.rounds:
-        is_prompt = round_.tree is None
-        tree = Tree.chain(prompt) if round_.tree is None else round_.tree
-        verified = target.verify([(cache, tree)], last_only=is_prompt)[0]
-        if position < delivered + len(round_.tokens):
-            row = -1 if is_prompt else round_.path[position - delivered]
-            return verified.logits_NV[row]
-        target.keep(cache, range(len(tree)) if is_prompt else round_.path)
-        delivered += len(round_.tokens)
-    raise AssertionError(f"the answer has {delivered} tokens, none at {position}")
 
 
 def _gap(adjusted_V: Tensor, tokens: tuple[int, int], sampling: Sampling, position: int) -> tuple[float, bool]:

@@ -6,7 +6,7 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import TypedDict
 
@@ -132,7 +132,10 @@ class Model:
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
     def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Round]:
-        """The rounds of one answer, as they happen; plain decoding where there is no drafter."""
+        """The rounds of one answer, as they happen; plain decoding where there is no drafter.
+
+        They carry the logits that tokens were drawn from; who keeps many of them drops those (`replace`).
+        """
         if self.drafter is None:
             return generate_plain(self.target, ids, sampling, stop)
         return generate(self.target, self.drafter, self.policy, ids, sampling, stop)
@@ -167,7 +170,8 @@ class Model:
             InputError: the prompt or a setting is outside what is accepted.
         """
         ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
-        answer = timed(self.rounds(ids, self.sampling(**settings), stopping))
+        rounds = self.rounds(ids, self.sampling(**settings), stopping)
+        answer = timed(replace(round_, logits_TV=None) for round_ in rounds)
         return self.output(answer, len(ids), stopping)
 
     def stream(
