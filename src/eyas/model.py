@@ -27,7 +27,7 @@ from eyas.targets.eager import EagerTarget
 from eyas.verify import FinishReason, Stop
 
 BACKENDS = ("auto", "eager")
-AUTO_TREE = "dynamic:levels=4,top_k=4,nodes=10"  # stated default until a tree has been tuned: small, for CPUs
+AUTO_TREE = "dynamic:levels=3,top_k=3,nodes=6"  # until trees are tuned: the best on 2 cores (docs/log.md)
 
 
 class Message(TypedDict):
