@@ -66,9 +66,7 @@ def file_fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_target(
-    name: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[EagerTarget, PreTrainedTokenizerBase]:
+def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[EagerTarget, PreTrainedTokenizerBase]:
     """A target and its tokenizer by name (see the module).
 
     Raises:
@@ -80,7 +78,7 @@ def load_target(
         family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = _load_model(folder, dtype=dtype)
-        target = EagerTarget(model.to(device), name)
+        target = EagerTarget(model, name)
     except Exception as error:  # whatever the readers of somebody's files stumble over
         raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
     return target, tokenizer
