@@ -23,8 +23,7 @@ import transformers
 from eyas import bench, checkpoint, data, doctor, features, train
 from eyas.errors import InputError, one_line
 from eyas.measure import timed
-from eyas.model import AUTO_TREE, BACKENDS, Model, TextStream, load
-from eyas.policies import parse_policy
+from eyas.model import BACKENDS, Model, TextStream, choose_policy, load
 from eyas.sampling import Sampling
 
 EXIT_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
@@ -143,7 +142,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     drafters = {head: checkpoint.load_head(head, plain.target) for head in {head for head, _ in specs}}
     methods = [bench.Method(None, plain)]
     methods += [
-        bench.Method(head, replace(plain, drafter=drafters[head], policy=parse_policy(tree))) for head, tree in specs
+        bench.Method(head, replace(plain, drafter=drafters[head], policy=choose_policy(tree, plain.target.spec.dtype)))
+        for head, tree in specs
     ]
     rows: list[bench.Row] = []
     for path, items in workloads.items():
@@ -269,7 +269,7 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
         parser.add_argument("--target", required=True, help="a folder, a GGUF file, or smollm2")
     else:
         parser.add_argument("--target", default=target, help="a folder, a GGUF file, or smollm2 (default)")
-    parser.add_argument("--tree", default="auto", help=f"chain:K, static[:FILE], dynamic:..., auto ({AUTO_TREE})")
+    parser.add_argument("--tree", default="auto", help="chain:K, static[:FILE], dynamic:..., or auto (default)")
     parser.add_argument("--backend", default="auto", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     parser.add_argument("--dtype", default=None, help="float32 (default), bfloat16 or float64")
     parser.add_argument("--threads", type=_count, default=None)
@@ -340,8 +340,7 @@ def _method(text: str, default_tree: str) -> tuple[str, str]:
     head, _, tree = (text, "", "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")
     checkpoint.head_folder(head)
     tree = tree or default_tree
-    tree = AUTO_TREE if tree == "auto" else tree
-    parse_policy(tree)
+    choose_policy(tree, torch.float32)  # refused now, not after loading
     return head, tree
 
 

@@ -27,7 +27,9 @@ from eyas.targets.eager import EagerTarget
 from eyas.verify import FinishReason, Stop
 
 BACKENDS = ("auto", "eager")
-AUTO_TREE = "dynamic:levels=3,top_k=3,nodes=6"  # until trees are tuned: the best on 2 cores (docs/log.md)
+# Until trees are tuned: the best that were measured on two cores (docs/log.md).
+AUTO_TREES = {torch.bfloat16: "dynamic:levels=3,top_k=3,nodes=6"}
+AUTO_TREE = "dynamic:levels=3,top_k=3,nodes=4"  # other dtypes
 
 
 class Message(TypedDict):
@@ -253,11 +255,20 @@ def load(
     """
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
-    policy = tree if isinstance(tree, Policy) else parse_policy(AUTO_TREE if tree == "auto" else tree)
     chosen = parse_dtype(dtype)
+    policy = tree if isinstance(tree, Policy) else choose_policy(tree, chosen)
     loaded, tokenizer = load_target(target, chosen)
     drafter = None if head in (None, "none") else load_head(head, loaded)
     return Model(loaded, tokenizer, drafter, policy)
+
+
+def choose_policy(tree: str, dtype: torch.dtype) -> Policy:
+    """A tree by its name; `auto` is the stated one of the dtype.
+
+    Raises:
+        InputError: see `parse_policy`.
+    """
+    return parse_policy(AUTO_TREES.get(dtype, AUTO_TREE) if tree == "auto" else tree)
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
