@@ -197,7 +197,7 @@ def _matrix(tensors: Mapping[str, Tensor], name: str) -> tuple[int, int]:
 
 
 def _number(config: Mapping[str, object], key: str, default: float | None = None) -> float:
-    value = config.get(key, default)
+    value = config.get(key, default)  # an exact type makes the comparison and the conversion below sound
     if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
         raise InputError(f"the head's config.json needs a positive number {key!r}, got {value!r}")
     return float(value)  # type: ignore[arg-type]

@@ -155,6 +155,7 @@ class Model:
         """How answers are drawn; the repetition penalty of the model's own generation_config holds if none is given."""
         processors = tuple(settings.pop("logits_processor", ()))
         settings.setdefault("repetition_penalty", self.target.spec.repetition_penalty)
+        # popped above: what is left are fields of Sampling, which the type of a TypedDict cannot say
         return Sampling(processors=processors, **settings)  # type: ignore[misc]
 
     def generate(

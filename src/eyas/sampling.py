@@ -52,7 +52,7 @@ _LARGEST = 1e9  # of settings that have no bound of their own
 
 
 def _check(name: str, value: object, low: float, high: float, above: bool = False, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
+    kinds = (int,) if whole else (int, float)  # exact types: the comparison below is then defined, bools are refused
     if type(value) not in kinds or not low <= value <= high or (above and value == low):  # type: ignore[operator]
         number = "a whole number" if whole else "a number"
         raise InputError(f"{name} must be {number} {'above' if above else 'from'} {low} to {high}, got {value!r}")

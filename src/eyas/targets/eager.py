@@ -114,6 +114,7 @@ class EagerTarget(Target[EagerCache]):
             dtype=model.dtype,
             device=model.device,
         )
+        # typed as plain modules; of these families they are what is said here
         self._head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
         self._norm: nn.Module = model.get_submodule("model.norm")
         self._layers: nn.ModuleList = model.get_submodule("model.layers")  # type: ignore[assignment]
