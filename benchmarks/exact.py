@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import eyas
 from eyas.bench import machine, read_workload, versions
 from eyas.checkpoint import target_folder
-from eyas.measure import Divergence, judge, timed
+from eyas.measure import Divergence, judge, rounding, timed
 from eyas.sampling import Prefix
 
 
@@ -81,7 +81,7 @@ def compare(model: eyas.Model, reference: torch.nn.Module, text: str, max_new_to
     ours_V = answer.logits(position)
     tokens = (expected[position], ours[position])
     prefix = Prefix([*ids, *ours[:position]], len(ids))
-    return judge(theirs_V, ours_V, tokens, eyas.Sampling(), prefix, model.target.spec.dtype)
+    return judge(theirs_V, ours_V, tokens, eyas.Sampling(), prefix, rounding(model.target.spec))
 
 
 if __name__ == "__main__":

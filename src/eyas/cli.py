@@ -19,12 +19,15 @@ from typing import NoReturn
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
-from eyas import bench, checkpoint, data, doctor, features, train
+from eyas import bench, checkpoint, data, doctor, features, native, train
 from eyas.errors import InputError, one_line
 from eyas.measure import timed
-from eyas.model import BACKENDS, Model, TextStream, choose_policy, load
+from eyas.model import BACKENDS, Model, TextStream, attach_head, choose_backend, choose_policy, load
+from eyas.policies import parse_policy
 from eyas.sampling import Sampling
+from eyas.targets.eager import EagerTarget
 
 EXIT_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         if arguments.threads is not None:
-            torch.set_num_threads(arguments.threads)
+            os.environ["EYAS_NUM_THREADS"] = str(arguments.threads)
+        native.set_torch_threads()
         return arguments.run(arguments)
     except InputError as error:
         print(f"eyas: {error}", file=sys.stderr)
@@ -118,7 +122,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         "target": arguments.target,
         "head": arguments.head,
         "tree": str(model.policy) if model.drafter else None,
-        "backend": "eager",
+        "backend": model.target.spec.backend,
         "dtype": str(model.target.spec.dtype).removeprefix("torch."),
         "seed": arguments.seed,
         "temperature": arguments.temperature,
@@ -139,10 +143,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         _method(text, arguments.tree) for text in arguments.method
     ]  # before anything slow, so that a typo costs no time
     plain = _load(arguments, None)
-    drafters = {head: checkpoint.load_head(head, plain.target) for head in {head for head, _ in specs}}
+    drafters = {head: attach_head(head, plain.target) for head in {head for head, _ in specs}}
     methods = [bench.Method(None, plain)]
     methods += [
-        bench.Method(head, replace(plain, drafter=drafters[head], policy=choose_policy(tree, plain.target.spec.dtype)))
+        bench.Method(head, replace(plain, drafter=drafters[head], policy=choose_policy(tree, plain.target.spec)))
         for head, tree in specs
     ]
     rows: list[bench.Row] = []
@@ -158,10 +162,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.head is not None:
         record["head"] = doctor.describe_head(arguments.head)
     if arguments.target is not None:
-        model = load(arguments.target, dtype=arguments.dtype)
-        record["target"] = doctor.describe_target(model)
+        target, tokenizer = _load_eager(arguments)
+        record["target"] = doctor.describe_target(target, tokenizer)
         if arguments.head is not None:
-            record["fit"] = doctor.fit(arguments.head, model)
+            record["fit"] = doctor.fit(arguments.head, target, tokenizer)
     if arguments.json:
         _print_json(record)
     else:
@@ -176,8 +180,8 @@ def _train(arguments: argparse.Namespace) -> int:
     config = train.TrainConfig(**{f.name: getattr(arguments, f.name) for f in fields(train.TrainConfig)})
     out, answers = Path(arguments.out), Path(arguments.answers)
     _prepare_out(out, arguments.resume)
-    model = load(arguments.target, dtype=arguments.dtype)
-    target, made_for = model.target, checkpoint.target_fingerprint(model.target, model.tokenizer)
+    target, tokenizer = _load_eager(arguments)
+    made_for = checkpoint.target_fingerprint(target, tokenizer)
     length = min(arguments.max_length, target.spec.max_length)
     sequences = list(data.read_answers(answers, target.spec.vocab_size, length, arguments.limit))
     if len(sequences) < 2:
@@ -271,7 +275,11 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
         parser.add_argument("--target", default=target, help="a folder, a GGUF file, or smollm2 (default)")
     parser.add_argument("--tree", default="auto", help="chain:K, static[:FILE], dynamic:..., or auto (default)")
     parser.add_argument("--backend", default="auto", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
-    parser.add_argument("--dtype", default=None, help="float32 (default), bfloat16 or float64")
+    parser.add_argument(
+        "--dtype",
+        default=None,
+        help="native: bfloat16 (default) or int8; eager: float32 (default), bfloat16 or float64",
+    )
     parser.add_argument("--threads", type=_count, default=None)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -315,11 +323,27 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
 def _load(arguments: argparse.Namespace, head: str | None) -> Model:
     _sampling(arguments)  # wrong settings are refused before anything slow
     model = load(arguments.target, head, backend=arguments.backend, dtype=arguments.dtype, tree=arguments.tree)
+    _say(f"back end: {_backend(model)}")
     if model.drafter is not None and arguments.tree == "auto":
         _say(f"tree: {model.policy} (not tuned for this machine)")
     if model.target.spec.repetition_penalty != 1 and arguments.repetition_penalty is None:
         _say(f"the model's own repetition_penalty {model.target.spec.repetition_penalty} applies to all methods")
     return model
+
+
+def _load_eager(arguments: argparse.Namespace) -> tuple[EagerTarget, PreTrainedTokenizerBase]:
+    """The target as transformers runs it: what training starts from and fingerprints are taken of."""
+    dtype = choose_backend("eager", arguments.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return checkpoint.load_target(arguments.target, dtype)
+
+
+def _backend(model: Model) -> str:
+    spec = model.target.spec
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if spec.backend == "native":
+        return f"native ({native.core().kernels()}, {native.use_threads()} threads), {dtype}"
+    return f"{spec.backend} ({torch.get_num_threads()} threads), {dtype}"
 
 
 def _sampling(arguments: argparse.Namespace, model: Model | None = None) -> Sampling:
@@ -340,7 +364,8 @@ def _method(text: str, default_tree: str) -> tuple[str, str]:
     head, _, tree = (text, "", "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")
     checkpoint.head_folder(head)
     tree = tree or default_tree
-    choose_policy(tree, torch.float32)  # refused now, not after loading
+    if tree != "auto":
+        parse_policy(tree)  # refused now, not after loading
     return head, tree
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedTokenizerBase
+
 from eyas.checkpoint import head_folder, load_head, target_fingerprint
 from eyas.formats import read_head
-from eyas.model import Model
+from eyas.targets.eager import EagerTarget
 
 
-def describe_target(model: Model) -> dict[str, object]:
+def describe_target(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """A target's figures, by name."""
-    spec = model.target.spec
+    spec = target.spec
     return {
         "name": spec.name,
         "family": spec.family,
@@ -20,8 +22,8 @@ def describe_target(model: Model) -> dict[str, object]:
         "vocabulary": spec.vocab_size,
         "context": spec.max_length,
         "end_tokens": list(spec.eos_ids),
-        "parameters": sum(p.numel() for p in model.target.model.parameters()),
-        "fingerprint": target_fingerprint(model.target, model.tokenizer),
+        "parameters": sum(p.numel() for p in target.model.parameters()),
+        "fingerprint": target_fingerprint(target, tokenizer),
     }
 
 
@@ -42,11 +44,11 @@ def describe_head(name: str) -> dict[str, object]:
     }
 
 
-def fit(name: str, model: Model) -> dict[str, object]:
+def fit(name: str, target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """Does the head fit the target? Raises InputError where it cannot be loaded; else lists what differs."""
-    load_head(name, model.target)
+    load_head(name, target)
     made_for = describe_head(name)["made_for"]
-    found = target_fingerprint(model.target, model.tokenizer)
+    found = target_fingerprint(target, tokenizer)
     if not isinstance(made_for, dict):
         return {"fits": True, "findings": ["the head does not record what it was made for: sizes fit, weights unknown"]}
     findings = [

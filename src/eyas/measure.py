@@ -16,10 +16,17 @@ from torch import Tensor
 
 from eyas.generate import Round
 from eyas.sampling import Prefix, Sampling
+from eyas.targets.base import TargetSpec
 
 # How far a logit may move when the same model computes it in another batch shape. Measured on the demo target, with a
-# factor of about four to spare; a larger difference is no rounding and makes a divergence unexplained.
+# factor of about four to spare; a larger difference is no rounding and makes a divergence unexplained. The native core
+# computes a row in one way only: there any divergence is a bug.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2.0, torch.float16: 0.25}
+
+
+def rounding(spec: TargetSpec) -> float:
+    """How far a logit of this target may move with the shape of a batch."""
+    return 0.0 if spec.backend == "native" else ROUNDING[spec.dtype]
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,12 @@ class Divergence:
 
 
 def find_divergence(
-    prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling, dtype: torch.dtype
+    prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling, allowed: float
 ) -> Divergence | None:
-    """Where two answers to one prompt part, judged by the logits that both sides drew from there."""
+    """Where two answers to one prompt part, judged by the logits that both sides drew from there.
+
+    `allowed` is how far rounding may move a logit (`rounding`).
+    """
     ours, theirs = other.tokens, plain.tokens
     if ours == theirs:
         return None
@@ -109,16 +119,16 @@ def find_divergence(
         return Divergence(position, ended[0], ended[1], gap=None, difference=None, explained=False)
     prefix = Prefix([*prompt, *ours[:position]], len(prompt))
     tokens = (theirs[position], ours[position])
-    return judge(plain.logits(position), other.logits(position), tokens, sampling, prefix, dtype)
+    return judge(plain.logits(position), other.logits(position), tokens, sampling, prefix, allowed)
 
 
 def judge(
-    plain_V: Tensor, other_V: Tensor, tokens: tuple[int, int], sampling: Sampling, prefix: Prefix, dtype: torch.dtype
+    plain_V: Tensor, other_V: Tensor, tokens: tuple[int, int], sampling: Sampling, prefix: Prefix, allowed: float
 ) -> Divergence:
     """Two computations of one distribution, and the tokens (plain, other) drawn from them: does rounding explain them?
 
-    It does if the two differ, by no more than the dtype's rounding, and each, drawn from again, gives its token. Then
-    the choice was closer than twice the difference, which is checked too where both tokens pass both sides' filters;
+    It does if the two differ, by no more than rounding may, and each, drawn from again, gives its token. Then the
+    choice was closer than twice the difference, which is checked too where both tokens pass both sides' filters;
     where one falls to a filter's cut on one side, the difference itself has moved the cut past it.
     """
     difference = float((plain_V.to(torch.float64) - other_V.to(torch.float64)).abs().max())
@@ -128,7 +138,7 @@ def judge(
     sides = [_gap(adjusted_V, tokens, sampling, len(prefix.tokens)) for adjusted_V in adjusted]
     gap = min(gap for gap, _ in sides)
     close = gap <= 2 * moved or any(cut for _, cut in sides)
-    explained = redrawn == tokens and 0 < difference <= ROUNDING[dtype] and close
+    explained = redrawn == tokens and 0 < difference <= allowed and close
     return Divergence(len(prefix.tokens) - prefix.num_prompt, *tokens, gap, difference, explained)
 
 

@@ -8,27 +8,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import index
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
-from eyas.checkpoint import DTYPES, load_head, load_target
+from eyas import native
+from eyas.checkpoint import DTYPES, load_head, load_native, load_native_head, load_target
 from eyas.drafters.base import Drafter
-from eyas.drafters.layers import DraftState
-from eyas.errors import InputError, one_line
+from eyas.errors import InputError, Unsupported, one_line
 from eyas.generate import Round, generate, generate_plain
 from eyas.measure import Answer, tau, timed
 from eyas.policies import Policy, parse_policy
 from eyas.sampling import Processor, Sampling
+from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
+from eyas.targets.native import NativeTarget
 from eyas.verify import FinishReason, Stop
 
-BACKENDS = ("auto", "eager")
+BACKENDS = ("auto", "eager", "native")
 # Until trees are tuned: the best that were measured on two cores (docs/log.md).
-AUTO_TREES = {torch.bfloat16: "dynamic:levels=3,top_k=3,nodes=6"}
+AUTO_TREES = {
+    ("native", torch.bfloat16): "dynamic:levels=3,top_k=3,nodes=6",
+    ("native", torch.int8): "dynamic:levels=3,top_k=3,nodes=6",
+    ("eager", torch.bfloat16): "dynamic:levels=3,top_k=3,nodes=6",
+}
 AUTO_TREE = "dynamic:levels=3,top_k=3,nodes=4"  # other dtypes
 
 
@@ -98,9 +104,9 @@ class TextStream:
 class Model:
     """What `eyas.load` returns."""
 
-    target: EagerTarget
+    target: Target[Any]
     tokenizer: PreTrainedTokenizerBase
-    drafter: Drafter[DraftState] | None
+    drafter: Drafter[Any] | None
     policy: Policy
 
     def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
@@ -247,41 +253,76 @@ def load(
     Arguments:
         target: a folder in transformers format, a GGUF file, or "smollm2".
         head: a head's folder, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None ("none") for plain decoding.
-        backend: "auto" or "eager" (transformers on the CPU, the one there is so far).
-        dtype: "float32" (default), "bfloat16" or "float64".
+        backend: "native" (the compiled CPU core), "eager" (transformers), or "auto": native where it supports the
+            model, the dtype and the CPU, else eager; `target.spec.backend` says which.
+        dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager) or "float64" (eager).
         tree: a `Policy`, or "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
 
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
     """
-    if backend not in BACKENDS:
-        raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
-    chosen = parse_dtype(dtype)
-    policy = tree if isinstance(tree, Policy) else choose_policy(tree, chosen)
-    loaded, tokenizer = load_target(target, chosen)
-    drafter = None if head in (None, "none") else load_head(head, loaded)
-    return Model(loaded, tokenizer, drafter, policy)
+    chosen = choose_backend(backend, dtype)
+    if not isinstance(tree, Policy) and tree != "auto":
+        tree = parse_policy(tree)  # refused now, not after loading
+    loaded, tokenizer = _load_target(target, chosen, may_fall_back=backend == "auto")
+    policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec)
+    return Model(loaded, tokenizer, attach_head(head, loaded), policy)
 
 
-def choose_policy(tree: str, dtype: torch.dtype) -> Policy:
-    """A tree by its name; `auto` is the stated one of the dtype.
+def _load_target(
+    name: str, dtype: torch.dtype | str, may_fall_back: bool
+) -> tuple[Target[Any], PreTrainedTokenizerBase]:
+    if isinstance(dtype, torch.dtype):
+        return load_target(name, dtype)
+    try:
+        return load_native(name, dtype)
+    except Unsupported:
+        if not may_fall_back or dtype not in DTYPES:
+            raise
+        return load_target(name, DTYPES[dtype])
+
+
+def attach_head(name: str | None, target: Target[Any]) -> Drafter[Any] | None:
+    """The drafter of a head's name or folder on a target's back end; None for plain decoding.
+
+    Raises:
+        InputError: see `load`.
+    """
+    if name in (None, "none"):
+        return None
+    if isinstance(target, NativeTarget):
+        return load_native_head(name, target)
+    assert isinstance(target, EagerTarget), type(target)
+    return load_head(name, target)
+
+
+def choose_policy(tree: str, spec: TargetSpec) -> Policy:
+    """A tree by its name; `auto` is the stated one of the back end and dtype.
 
     Raises:
         InputError: see `parse_policy`.
     """
-    return parse_policy(AUTO_TREES.get(dtype, AUTO_TREE) if tree == "auto" else tree)
+    return parse_policy(AUTO_TREES.get((spec.backend, spec.dtype), AUTO_TREE) if tree == "auto" else tree)
 
 
-def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
-    """A torch dtype by name.
+def choose_backend(backend: str, dtype: str | torch.dtype | None) -> torch.dtype | str:
+    """What to load: a torch dtype for the eager back end, the name of a form of weights for the native one.
 
     Raises:
-        InputError: a dtype that the back end does not run.
+        InputError: an unknown back end or dtype, or a pair that does not exist.
     """
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    if dtype is None:
-        return torch.float32
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}: give one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if backend not in BACKENDS:
+        raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
+    if name is not None and name not in (*DTYPES, *native.WEIGHTS):
+        raise InputError(f"unknown dtype {name!r}: give one of {', '.join(dict.fromkeys((*DTYPES, *native.WEIGHTS)))}")
+    if backend == "native" or (
+        backend == "auto" and native.fast_kernels() and (name is None or name in native.WEIGHTS)
+    ):
+        weights = name or "bfloat16"
+        if weights not in native.WEIGHTS:
+            raise InputError(f"the native back end runs {' or '.join(native.WEIGHTS)}, got {weights!r}")
+        return weights
+    if name is not None and name not in DTYPES:
+        raise InputError(f"the eager back end runs {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name or "float32"]

@@ -38,8 +38,9 @@ class TargetSpec:
     max_length: int  # positions that its rotary table was trained for
     eos_ids: tuple[int, ...]
     repetition_penalty: float  # of its generation_config; 1 where it sets none
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the weights
     device: torch.device
+    backend: str  # "eager" or "native"
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class EagerTarget(Target[EagerCache]):
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         config = model.config
-        self._family = family_of(config.model_type, config.rope_parameters)
+        self.family = family_of(config.model_type, config.rope_parameters)
         model.set_attn_implementation("sdpa")  # flash attention takes no 4-D mask
         self.model = model.eval().requires_grad_(False)
         optional = config.to_dict()  # fields that only some families have
@@ -113,6 +113,7 @@ class EagerTarget(Target[EagerCache]):
             repetition_penalty=1.0 if penalty is None else float(penalty),
             dtype=model.dtype,
             device=model.device,
+            backend="eager",
         )
         # typed as plain modules; of these families they are what is said here
         self._head: nn.Linear = model.get_submodule("lm_head")  # type: ignore[assignment]
@@ -175,11 +176,15 @@ class EagerTarget(Target[EagerCache]):
     def head_VD(self) -> Tensor:
         return self._head.weight
 
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """A decoder layer's weights by transformers' names."""
+        return self._layers[number].state_dict()
+
     def last_layer(self) -> dict[str, Tensor]:
         """The last decoder layer's weights and the final norm (`norm.weight`), by Llama's names and meanings: what a
         new head starts from."""
-        family = self._family
-        weights = {**self._layers[-1].state_dict(), "norm.weight": self._norm.get_parameter("weight")}
+        family = self.family
+        weights = {**self.layer(-1), "norm.weight": self._norm.get_parameter("weight")}
         weights["post_attention_layernorm.weight"] = weights[f"{family.mlp_norm}.weight"]
         return {name: weight + family.norm_offset if "norm" in name else weight for name, weight in weights.items()}
 
@@ -190,10 +195,10 @@ class EagerTarget(Target[EagerCache]):
     def _masks(self, caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor | dict[str, Tensor]:
         """What the model's layers may look at, in the form that the family's model takes."""
         full = _tree_mask(caches, trees).to(self.spec.device)
-        if self._family.masks == "full":
+        if self.family.masks == "full":
             return full
         windowed = full if self._window is None else full & _window(caches, trees, self._window).to(full.device)
-        return windowed if self._family.masks == "window" else {"full_attention": full, "sliding_attention": windowed}
+        return windowed if self.family.masks == "window" else {"full_attention": full, "sliding_attention": windowed}
 
 
 def _tree_mask(caches: Sequence[EagerCache], trees: Sequence[Tree]) -> Tensor:

@@ -20,6 +20,7 @@ class Family:
     masks: Literal["full", "window", "by_kind"]  # one full mask; one windowed mask; a mask for each kind of layer
     mlp_norm: str = "post_attention_layernorm"  # the norm before the MLP, which a new head's block starts from
     norm_offset: float = 0.0  # Gemma stores w of (1 + w)
+    scaled_embedding: bool = False  # Gemma multiplies embedding rows by sqrt(D)
 
 
 # Keyed by `model_type` of a transformers config.
@@ -28,7 +29,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(masks="window"),
     "qwen2": Family(masks="by_kind"),
     "qwen3": Family(masks="by_kind"),
-    "gemma3_text": Family(masks="by_kind", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
+    "gemma3_text": Family(
+        masks="by_kind", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0, scaled_embedding=True
+    ),
 }
 
 # Rotary kinds whose frequencies depend on nothing but the position. `dynamic` and `longrope` change them with the
