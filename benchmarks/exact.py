@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     arguments = parser.parse_args()
 
-    model = eyas.load(arguments.target, arguments.head, dtype=arguments.dtype, tree=arguments.tree)
+    model = eyas.load(arguments.target, arguments.head, backend="eager", dtype=arguments.dtype, tree=arguments.tree)
     reference = AutoModelForCausalLM.from_pretrained(target_folder(arguments.target), dtype=model.target.spec.dtype)
     rows, failed = [], 0
     for path in arguments.workloads:
@@ -61,7 +61,7 @@ def main() -> int:
 def compare(model: eyas.Model, reference: torch.nn.Module, text: str, max_new_tokens: int) -> Divergence | None:
     """One prompt by both; the first difference, judged."""
     ids = model.encode(text)
-    answer = timed(model.rounds(ids, eyas.Sampling(), model.stopping(max_new_tokens)))
+    answer = timed(model.rounds(ids, eyas.Sampling(), model.stopping(max_new_tokens), with_logits=True))
     output = reference.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.int64),

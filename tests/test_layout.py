@@ -20,7 +20,8 @@ FLOORS = [
     ["checkpoint", "generate", "data"],
     ["measure", "features"],
     ["model", "train"],
-    ["bench", "doctor"],
+    ["bench"],
+    ["doctor"],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -257,6 +257,24 @@ def test_a_native_head_drafts_as_its_module(kind: str) -> None:
             rows, tokens = [base, base, base + 2], [int(theirs.tokens_KW[0, 0]), int(theirs.tokens_KW[0, 1]), 5]
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("length", [127, 128, 129, 240])
+def test_a_long_prompt_is_absorbed_in_passes(kind: str, length: int) -> None:
+    """One call, or the same pairs in several: the candidates are equal."""
+    eager = tiny_target(torch.float32)
+    module = untrained(kind, eager).float()
+    twin = NativeDrafter(module, "int8")
+    text = [(7 * i) % VOCAB for i in range(length + 1)]
+    hidden_TLD = eager.verify([(eager.new_cache(), Tree.chain(text[:-1]))], module.reads)[0].hidden_NLD
+    whole = twin.observe(twin.new_state(), text[1:], hidden_TLD, 5)
+    state = twin.new_state()
+    for first in range(0, length, 50):
+        parts = twin.observe(state, text[1:][first : first + 50], hidden_TLD[first : first + 50], 5)
+    assert torch.equal(parts.tokens_KW, whole.tokens_KW) and torch.equal(parts.logprobs_KW, whole.logprobs_KW)
+    theirs = module.observe(module.new_state(), text[1:], hidden_TLD, 5)
+    torch.testing.assert_close(whole.logprobs_KW, theirs.logprobs_KW, rtol=0, atol=0.3)
+
+
 def test_an_eagle_head_drafts_over_some_rows_only() -> None:
     eager = tiny_target(torch.float32)
     module = untrained("eagle", eager).float()

@@ -135,7 +135,7 @@ def compare(
         for i, (item, ids) in enumerate(zip(items, prompts, strict=True)):
             keyed = replace(sampling, sample=sampling.sample + i)
             for m, method in enumerate(methods):
-                answers[m].append(timed(method.model.rounds(ids, keyed, stop)))
+                answers[m].append(timed(method.model.rounds(ids, keyed, stop, with_logits=allowed > 0)))
                 found = find_divergence(ids, answers[0][i], answers[m][i], keyed, allowed)
                 if found is not None:
                     divergences[m].append(_record(item, found))

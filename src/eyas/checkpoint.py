@@ -187,6 +187,13 @@ def load_native_head(name: str, target: NativeTarget) -> NativeDrafter:
     return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
 
 
+def save_vocabulary(folder: Path, ids_Q: Tensor) -> None:
+    """The tokens that an EAGLE-1 head drafts over, for `frequent_tokens`."""
+    temporary = folder / "vocabulary.json.tmp"
+    temporary.write_text(json.dumps(ids_Q.tolist(), separators=(",", ":")) + "\n")
+    temporary.rename(folder / "vocabulary.json")
+
+
 def frequent_tokens(name: str, target: Target) -> Tensor | None:
     """The tokens that an EAGLE-1 head drafts over: those in its folder's `vocabulary.json`, if it has one.
 

@@ -103,7 +103,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     def shown():
         for round_ in model.rounds(ids, _sampling(arguments, model), stop):
             print(stream.feed(round_), end="", file=out, flush=True)
-            yield replace(round_, logits_TV=None)
+            yield round_
 
     answer = timed(shown())
     print(file=out)
@@ -162,6 +162,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.head is not None:
         record["head"] = doctor.describe_head(arguments.head)
     if arguments.target is not None:
+        if arguments.dtype == "int8":
+            record["quality"] = _quality(arguments)
+            arguments.dtype = None
         target, tokenizer = _load_eager(arguments)
         record["target"] = doctor.describe_target(target, tokenizer)
         if arguments.head is not None:
@@ -176,6 +179,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _quality(arguments: argparse.Namespace) -> dict[str, object]:
+    answers = None
+    if arguments.answers is not None:
+        spec = load(arguments.target, backend="native").target.spec
+        read = data.read_answers(Path(arguments.answers), spec.vocab_size, spec.max_length, arguments.limit)
+        answers = list(read)
+        if not answers:
+            raise InputError(f"{arguments.answers} holds no usable answer")
+    return doctor.quality(arguments.target, answers, arguments.limit)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     config = train.TrainConfig(**{f.name: getattr(arguments, f.name) for f in fields(train.TrainConfig)})
     out, answers = Path(arguments.out), Path(arguments.answers)
@@ -188,11 +202,12 @@ def _train(arguments: argparse.Namespace) -> int:
         raise InputError(f"{answers} holds {len(sequences)} usable answers; training needs at least 2")
     held_out = max(1, len(sequences) // 50)
     training, validation = sequences[:-held_out], sequences[-held_out:]
-    vocabulary = None
-    if arguments.kind == "eagle3":
-        vocabulary, covered = train.draft_vocabulary(training, arguments.draft_vocab, target.spec.eos_ids)
-        _say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
-    head = train.new_head(arguments.kind, target, vocabulary, arguments.ttt_steps, arguments.noise)
+    size = min(arguments.draft_vocab, target.spec.vocab_size)
+    vocabulary, covered = train.draft_vocabulary(training, size, target.spec.eos_ids)
+    _say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
+    head = train.new_head(
+        arguments.kind, target, vocabulary if arguments.kind == "eagle3" else None, arguments.ttt_steps, arguments.noise
+    )
     reads = tuple(dict.fromkeys((*head.reads, target.spec.num_layers)))
     source: features.Features = features.Streamed(target, training, reads)
     if arguments.features is not None:
@@ -203,6 +218,8 @@ def _train(arguments: argparse.Namespace) -> int:
     metrics = train.run(trainer, out, features.Streamed(target, validation, reads))
     card = train.card(trainer, arguments.target, made_for, answers.name)
     checkpoint.save_head(trainer.head, out, made_for, card)
+    if arguments.kind == "eagle":  # a head with all of the target's rows, of which the native back end takes these
+        checkpoint.save_vocabulary(out, vocabulary)
     record = {"out": str(out), "kind": arguments.kind, "steps": trainer.step, "tokens_seen": trainer.tokens_seen}
     if arguments.json:
         _print_json(record | metrics)
@@ -260,7 +277,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what a head or a target is, and whether they fit")
     inspect.add_argument("--head", default=None)
     inspect.add_argument("--target", default=None)
-    inspect.add_argument("--dtype", default=None)
+    inspect.add_argument("--dtype", default=None, help="of the target; int8 adds what it costs in perplexity")
+    inspect.add_argument("--answers", default=None, help="int8: JSONL(.gz) as for train (default: the target's own)")
+    inspect.add_argument("--limit", type=_count, default=64, help="int8: answers, at most (default %(default)s)")
     inspect.add_argument("--json", action="store_true")
     inspect.set_defaults(run=_inspect, threads=None)
 
@@ -308,7 +327,7 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--features", default=None, help="a folder to keep the target's states in (else made each time)"
     )
-    parser.add_argument("--draft-vocab", type=_count, default=8192, help="EAGLE-3: size of the draft vocabulary")
+    parser.add_argument("--draft-vocab", type=_count, default=8192, help="tokens that the head drafts over")
     parser.add_argument(
         "--ttt-steps", type=_count, default=4, help="EAGLE-3: simulated steps of the training-time test"
     )

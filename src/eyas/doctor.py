@@ -1,11 +1,20 @@
-"""What a head or a target is, and whether they fit. First form: sizes, layers, fingerprints."""
+"""What a head or a target is, whether they fit, and what rounding costs a target. First form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from eyas import data
+from eyas.bench import read_workload
 from eyas.checkpoint import head_folder, load_head, target_fingerprint
 from eyas.formats import read_head
+from eyas.measure import perplexity
+from eyas.model import Model, load
 from eyas.targets.eager import EagerTarget
 
 
@@ -57,3 +66,33 @@ def fit(name: str, target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> d
         if made_for.get(key) != value
     ]
     return {"fits": not any(f.startswith(("weights", "tokenizer")) for f in findings), "findings": findings}
+
+
+def quality(name: str, answers: Sequence[data.Sequence] | None, limit: int) -> dict[str, object]:
+    """What int8 costs: perplexity of answers on the native back end, against bfloat16.
+
+    Without `answers`, the target's own in bfloat16, sampled at temperature 1 on the prompts that eyas ships.
+
+    Raises:
+        InputError: the native back end is absent, or does not run the target.
+    """
+    exact = load(name, backend="native", dtype="bfloat16")
+    source = "the answers given"
+    if answers is None:
+        answers, source = _own_answers(exact), "the target's own, in bfloat16 at temperature 1, on shipped prompts"
+    answers = answers[:limit]
+    found = {"bfloat16": perplexity(exact.target, answers)}
+    found["int8"] = perplexity(load(name, backend="native", dtype="int8").target, answers)
+    tokens = sum(len(answer.tokens) - answer.answer_start for answer in answers)
+    difference = 100 * (found["int8"] / found["bfloat16"] - 1)
+    return {"perplexity": found, "int8_costs_percent": difference, "answers": source, "tokens": tokens}
+
+
+def _own_answers(model: Model) -> list[data.Sequence]:
+    prompts = [item.text for item in read_workload(Path(str(files("eyas") / "demo.jsonl")), None)]
+    answers = []
+    for i, prompt in enumerate(tqdm([text for text in prompts for _ in range(4)], desc="answers", unit="answer")):
+        ids = model.encode(prompt)
+        output = model.generate(ids, max_new_tokens=128, temperature=1.0, sample=i)
+        answers.append(data.Sequence((*ids, *output.token_ids), len(ids)))
+    return answers

@@ -50,8 +50,11 @@ def generate(
     prompt: Sequence[int],
     sampling: Sampling,
     stop: Stop,
+    with_logits: bool = True,
 ) -> Iterator[Round]:
     """Decode by drafting and verifying: the tokens of `generate_plain`, in fewer target forwards.
+
+    Rounds carry the logits that their tokens were drawn from only `with_logits`: copying them takes its time.
 
     Raises:
         InputError: the prompt is empty, or fills the target's context.
@@ -65,7 +68,8 @@ def generate(
     hidden_TLD = verified.hidden_NLD
     followers = [*tokens[1:], *step.tokens]  # followers[i] comes after the token whose states are hidden_TLD[i]
     tokens += step.tokens
-    yield Round(None, [], step.tokens, step.finish_reason, verified.logits_NV, *clock.split())
+    first_TV = verified.logits_NV if with_logits else None
+    yield Round(None, [], step.tokens, step.finish_reason, first_TV, *clock.split())
 
     while step.finish_reason is None:
         clock = _Clock()
@@ -79,11 +83,13 @@ def generate(
         target.keep(cache, step.path)
         hidden_TLD, followers = verified.hidden_NLD[step.path], step.tokens
         tokens += step.tokens
-        logits_TV = verified.logits_NV[step.path[: len(step.tokens)]]
+        logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if with_logits else None
         yield Round(tree, step.path, step.tokens, step.finish_reason, logits_TV, *clock.split())
 
 
-def generate_plain(target: Target[CacheT], prompt: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Round]:
+def generate_plain(
+    target: Target[CacheT], prompt: Sequence[int], sampling: Sampling, stop: Stop, with_logits: bool = True
+) -> Iterator[Round]:
     """One token, one target forward: the definition of correct.
 
     Raises:
@@ -99,7 +105,8 @@ def generate_plain(target: Target[CacheT], prompt: Sequence[int], sampling: Samp
         step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
         tokens += step.tokens
         path = [] if tree is None else [0]
-        yield Round(tree, path, step.tokens, step.finish_reason, verified.logits_NV, *clock.split())
+        logits_TV = verified.logits_NV if with_logits else None
+        yield Round(tree, path, step.tokens, step.finish_reason, logits_TV, *clock.split())
         if step.finish_reason is not None:
             return
         clock = _Clock()

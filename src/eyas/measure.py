@@ -7,16 +7,24 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
+from eyas import data
 from eyas.generate import Round
 from eyas.sampling import Prefix, Sampling
-from eyas.targets.base import TargetSpec
+from eyas.targets.base import Target, TargetSpec
+from eyas.tree import Tree
+
+CacheT = TypeVar("CacheT")
 
 # How far a logit may move when the same model computes it in another batch shape. Measured on the demo target, with a
 # factor of about four to spare; a larger difference is no rounding and makes a divergence unexplained. The native core
@@ -103,12 +111,29 @@ class Divergence:
     explained: bool
 
 
+def perplexity(target: Target[CacheT], answers: Sequence[data.Sequence]) -> float:
+    """e to the mean negative log-likelihood of the answers' tokens, prompts given."""
+    total, count = 0.0, 0
+    for answer in tqdm(answers, desc=f"perplexity, {target.spec.dtype}".replace("torch.", ""), unit="answer"):
+        cache, start = target.new_cache(), answer.answer_start
+        if start > 1:
+            target.verify([(cache, Tree.chain(answer.tokens[: start - 1]))], last_only=True)
+            target.keep(cache, range(start - 1))
+        scored = Tree.chain(answer.tokens[max(start - 1, 0) : -1])
+        logits_TV = target.verify([(cache, scored)])[0].logits_NV.float()
+        expected_T = torch.tensor(answer.tokens[max(start, 1) :], device=logits_TV.device)
+        total += float(cross_entropy(logits_TV, expected_T, reduction="sum"))
+        count += len(expected_T)
+    return math.exp(total / count)
+
+
 def find_divergence(
     prompt: Sequence[int], plain: Answer, other: Answer, sampling: Sampling, allowed: float
 ) -> Divergence | None:
     """Where two answers to one prompt part, judged by the logits that both sides drew from there.
 
-    `allowed` is how far rounding may move a logit (`rounding`).
+    `allowed` is how far rounding may move a logit (`rounding`). Where it may not at all, nothing explains a divergence,
+    and answers need no logits.
     """
     ours, theirs = other.tokens, plain.tokens
     if ours == theirs:
@@ -117,6 +142,8 @@ def find_divergence(
     if position >= min(len(ours), len(theirs)):
         ended = [None if position >= len(side) else side[position] for side in (theirs, ours)]
         return Divergence(position, ended[0], ended[1], gap=None, difference=None, explained=False)
+    if allowed == 0:
+        return Divergence(position, theirs[position], ours[position], gap=None, difference=None, explained=False)
     prefix = Prefix([*prompt, *ours[:position]], len(prompt))
     tokens = (theirs[position], ours[position])
     return judge(plain.logits(position), other.logits(position), tokens, sampling, prefix, allowed)

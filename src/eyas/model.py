@@ -6,7 +6,7 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any, TypedDict
 
@@ -139,14 +139,11 @@ class Model:
             raise InputError(f"the target's chat template refuses the conversation: {one_line(error)}") from error
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
-    def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop) -> Iterator[Round]:
-        """The rounds of one answer, as they happen; plain decoding where there is no drafter.
-
-        They carry the logits that tokens were drawn from; who keeps many of them drops those (`replace`).
-        """
+    def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop, with_logits: bool = False) -> Iterator[Round]:
+        """The rounds of one answer, as they happen; plain decoding where there is no drafter."""
         if self.drafter is None:
-            return generate_plain(self.target, ids, sampling, stop)
-        return generate(self.target, self.drafter, self.policy, ids, sampling, stop)
+            return generate_plain(self.target, ids, sampling, stop, with_logits)
+        return generate(self.target, self.drafter, self.policy, ids, sampling, stop, with_logits)
 
     def stopping(self, max_new_tokens: int, stop: str | Sequence[str] = ()) -> Stop:
         """A `Stop` with this model's end tokens and tokenizer; `stop` is one string or several."""
@@ -179,8 +176,7 @@ class Model:
             InputError: the prompt or a setting is outside what is accepted.
         """
         ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
-        rounds = self.rounds(ids, self.sampling(**settings), stopping)
-        answer = timed(replace(round_, logits_TV=None) for round_ in rounds)
+        answer = timed(self.rounds(ids, self.sampling(**settings), stopping))
         return self.output(answer, len(ids), stopping)
 
     def stream(

@@ -59,13 +59,17 @@ def fast_kernels() -> bool:
 
 
 def use_threads() -> int:
-    """Give the core as many threads as EYAS_NUM_THREADS says, else as torch has; how many those are.
+    """Give the core as many threads as EYAS_NUM_THREADS says, else as torch had; how many those are.
+
+    Torch itself is left with one thread in this process: its pool spins after each small operation, and on the cores
+    that the next forward needs (plain decoding of the demo target ran at half its speed beside it).
 
     Raises:
         InputError: EYAS_NUM_THREADS is no such number.
     """
-    count = _asked_threads() or torch.get_num_threads()
+    count = _asked_threads() or core().num_threads() or torch.get_num_threads()
     core().set_num_threads(count)
+    torch.set_num_threads(1)
     return count
 
 

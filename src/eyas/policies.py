@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError, one_line
-from eyas.tree import Tree
+from eyas.tree import Tree, best_nodes
 
 StateT = TypeVar("StateT")
 RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
@@ -24,9 +25,8 @@ RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best on
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes that one draft forward recorded, in order: node numbers, scores, and rank paths."""
+    """The nodes that one draft forward recorded, in order: scores, and rank paths for policies that go by rank."""
 
-    nodes: list[int]
     scores: list[float]
     paths: list[RankPath]
 
@@ -45,16 +45,18 @@ class Policy(ABC):
         """Candidates asked for below each node."""
 
     @abstractmethod
-    def records(self, path: RankPath) -> bool:
-        """Does the candidate at this rank path become a node?"""
-
-    @abstractmethod
     def expands(self, level: Level) -> list[int]:
         """Places in `level` of the nodes to go on from, in the order in which the drafter sees them."""
 
-    @abstractmethod
-    def prune(self, tree: Tree) -> Tree:
-        """The tree that is verified."""
+    def records(self, path: RankPath) -> bool:
+        """Does the candidate at this rank path become a node? Asked only where `by_rank` says so."""
+        return True
+
+    def survivors(self, scores: Sequence[float]) -> Sequence[int]:
+        """The nodes, root first, that are verified."""
+        return range(len(scores))
+
+    by_rank = False  # do `records` and `expands` want rank paths? They cost time
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,8 @@ class Chain(Policy):
     def width(self) -> int:
         return 1
 
-    def records(self, path: RankPath) -> bool:
-        return True
-
     def expands(self, level: Level) -> list[int]:
-        return list(range(len(level.nodes)))
-
-    def prune(self, tree: Tree) -> Tree:
-        return tree
+        return list(range(len(level.scores)))
 
 
 @dataclass(frozen=True)
@@ -137,8 +133,7 @@ class Static(Policy):
     def expands(self, level: Level) -> list[int]:
         return [place for place, path in enumerate(level.paths) if path in self._inner]
 
-    def prune(self, tree: Tree) -> Tree:
-        return tree
+    by_rank = True
 
 
 @dataclass(frozen=True)
@@ -168,14 +163,11 @@ class Dynamic(Policy):
     def width(self) -> int:
         return self.top_k
 
-    def records(self, path: RankPath) -> bool:
-        return True
-
     def expands(self, level: Level) -> list[int]:
-        return sorted(range(len(level.nodes)), key=lambda place: (-level.scores[place], place))[: self.top_k]
+        return sorted(range(len(level.scores)), key=level.scores.__getitem__, reverse=True)[: self.top_k]  # stable
 
-    def prune(self, tree: Tree) -> Tree:
-        return tree.best(self.nodes)
+    def survivors(self, scores: Sequence[float]) -> Sequence[int]:
+        return best_nodes(scores, self.nodes)
 
 
 def grow(
@@ -187,35 +179,35 @@ def grow(
     the token budget and the context still allow.
     """
     tokens, parents, scores = [root], [-1], [0.0]
-    paths: list[RankPath] = [()]
+    paths: list[RankPath] = [()]  # kept up only for policies that go by rank
     frontier = [0]  # nodes whose candidates the drafter has just given
     candidates = first
     levels = min(policy.levels, max_levels)
     next_row = 0  # rows of the drafter in this round: 0 gave `first`, then one for each expanded node
     for number in range(1, levels + 1):
-        level = Level([], [], [])
-        rows = []
+        begin = len(tokens)
+        rows: list[int] = []  # by new node: the row that proposed it
+        token_lists, logprob_lists = candidates.tokens_KW.tolist(), candidates.logprobs_KW.tolist()
         for k, node in enumerate(frontier):
-            ranked = zip(candidates.tokens_KW[k].tolist(), candidates.logprobs_KW[k].tolist(), strict=True)
-            for rank, (token, logprob) in enumerate(ranked):
-                path = (*paths[node], rank)
-                if not policy.records(path):
-                    continue
-                level.nodes.append(len(tokens))
-                level.scores.append(scores[node] + min(logprob, 0.0))  # rounding must not lift a child over its parent
-                level.paths.append(path)
-                rows.append(next_row + k)
-                tokens.append(token)
-                parents.append(node)
-                scores.append(level.scores[-1])
-                paths.append(path)
+            below, logprobs = token_lists[k], logprob_lists[k]
+            if policy.by_rank:
+                ranks = [rank for rank in range(len(below)) if policy.records((*paths[node], rank))]
+                paths += [(*paths[node], rank) for rank in ranks]
+                below, logprobs = [below[rank] for rank in ranks], [logprobs[rank] for rank in ranks]
+            score = scores[node]
+            tokens += below
+            scores += [score + min(logprob, 0.0) for logprob in logprobs]  # rounding must not lift a child over it
+            parents += [node] * len(below)
+            rows += [next_row + k] * len(below)
         next_row += len(frontier)
-        chosen = policy.expands(level)
-        if number == levels or not chosen:
+        if number == levels:
             break
-        frontier = [level.nodes[place] for place in chosen]
+        chosen = policy.expands(Level(scores[begin:], paths[begin:]))
+        if not chosen:
+            break
+        frontier = [begin + place for place in chosen]
         candidates = drafter.expand(state, [rows[p] for p in chosen], [tokens[n] for n in frontier], policy.width)
-    return policy.prune(Tree(tuple(tokens), tuple(parents), tuple(scores)))
+    return Tree.select(tokens, parents, scores, policy.survivors(scores))
 
 
 def parse_policy(text: str) -> Policy:

@@ -118,7 +118,14 @@ class Sampling:
         Raises:
             FloatingPointError: the logits hold NaN, or nothing but -inf: no token can be drawn from them.
         """
-        survivors, keyed = self.keyed_scores(self.adjusted(logits_V, prefix), position=len(prefix.tokens))
+        scores_V = self.adjusted(logits_V, prefix)
+        if self.temperature == 0:
+            values = scores_V.cpu().numpy()
+            best = int(values.argmax())  # the first one, and of NaN the first NaN
+            if not values[best] > -math.inf:
+                raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+            return best
+        survivors, keyed = self.keyed_scores(scores_V, position=len(prefix.tokens))
         if survivors.numel() == 0 or bool(keyed.isnan().any()) or bool(logits_V.isnan().any()):
             raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
         return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])

@@ -39,13 +39,12 @@ class Tree:
         if n == 0 or len(self.parents) != n or len(scores) != n:
             raise ValueError(f"a tree needs one parent and one score a token, got {n} tokens, "
                              f"{len(self.parents)} parents, {len(scores)} scores")  # fmt: skip
+        if self.parents[0] != -1:
+            raise ValueError(f"the root's parent is -1, got {self.parents[0]}")
         depths = [0] * n
         children: list[dict[int, int]] = [{} for _ in range(n)]
-        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            if node == 0:
-                if parent != -1:
-                    raise ValueError(f"the root's parent is -1, got {parent}")
-                continue
+        for node in range(1, n):
+            token, parent = self.tokens[node], self.parents[node]
             if not 0 <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: parents come before their children")
             if token in children[parent]:
@@ -98,16 +97,28 @@ class Tree:
         return mask_NN
 
     def best(self, num_draft_nodes: int) -> Tree:
-        """The root and the `num_draft_nodes` draft nodes of the highest score, renumbered in their old order.
+        """The root and the `num_draft_nodes` draft nodes of the highest score, renumbered in their old order."""
+        return self.select(self.tokens, self.parents, self.scores, best_nodes(self.scores, num_draft_nodes))
 
-        A child's score never exceeds its parent's, and among equal scores the earlier node wins; a parent stands
-        before its child, so the choice is closed under parents even where a child has exactly its parent's score.
-        """
-        order = sorted(range(1, len(self)), key=lambda node: (-self.scores[node], node))
-        kept = [0, *sorted(order[:num_draft_nodes])]
+    @classmethod
+    def select(
+        cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], kept: Sequence[int]
+    ) -> Tree:
+        """The tree of the nodes `kept` (ascending, the root first, closed under parents) of a larger one."""
         new_number = {old: new for new, old in enumerate(kept)}
-        return Tree(
-            tuple(self.tokens[node] for node in kept),
-            tuple(-1 if node == 0 else new_number[self.parents[node]] for node in kept),
-            tuple(self.scores[node] for node in kept),
+        new_number[-1] = -1
+        return cls(
+            tuple([tokens[node] for node in kept]),
+            tuple([new_number[parents[node]] for node in kept]),
+            tuple([scores[node] for node in kept]),
         )
+
+
+def best_nodes(scores: Sequence[float], num_draft_nodes: int) -> list[int]:
+    """The root and the `num_draft_nodes` other nodes of the highest score, ascending.
+
+    A child's score never exceeds its parent's, and among equal scores the earlier node wins; a parent stands before its
+    child, so the choice is closed under parents even where a child has exactly its parent's score.
+    """
+    order = sorted(range(1, len(scores)), key=scores.__getitem__, reverse=True)  # stable: equal scores keep their order
+    return [0, *sorted(order[:num_draft_nodes])]

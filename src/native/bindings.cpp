@@ -6,9 +6,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
 #include "cpu_features.h"
 #include "draft.h"
@@ -70,15 +71,52 @@ nb::ndarray<nb::numpy, T> own(std::vector<T> &&values, std::vector<size_t> shape
     return nb::ndarray<nb::numpy, T>(moved->data(), shape.size(), shape.data(), owner);
 }
 
-template <typename T>
-struct Uninitialised {  // big results: every value will be written
-    std::unique_ptr<T[]> values;
-    explicit Uninitialised(size_t size) : values(new T[size]) {}
-    nb::ndarray<nb::numpy, T> give(std::vector<size_t> shape) {
-        T *data = values.release();
-        nb::capsule owner(data, [](void *p) noexcept { delete[] static_cast<T *>(p); });
-        return nb::ndarray<nb::numpy, T>(data, shape.size(), shape.data(), owner);
+// Big results come again and again in the same sizes: fresh memory would cost a page fault for each 4 kilobytes.
+class Recycled {
+public:
+    explicit Recycled(size_t count) : buffer_(take(count)) {}
+    float *data() { return buffer_->data(); }
+
+    nb::ndarray<nb::numpy, float> give(std::vector<size_t> shape) {
+        Buffer *buffer = buffer_.release();
+        nb::capsule owner(buffer, [](void *p) noexcept { put_back(static_cast<Buffer *>(p)); });
+        return nb::ndarray<nb::numpy, float>(buffer->data(), shape.size(), shape.data(), owner);
     }
+
+private:
+    using Buffer = std::vector<float>;
+    static constexpr size_t kKept = 8;
+
+    static std::mutex &mutex() {
+        static std::mutex the;
+        return the;
+    }
+    static std::vector<std::unique_ptr<Buffer>> &free() {
+        static auto *buffers = new std::vector<std::unique_ptr<Buffer>>();  // outlives arrays that die at exit
+        return *buffers;
+    }
+    static std::unique_ptr<Buffer> take(size_t count) {
+        const std::lock_guard<std::mutex> lock(mutex());
+        auto &buffers = free();
+        size_t best = buffers.size();
+        for (size_t i = 0; i < buffers.size(); ++i) {
+            const size_t size = buffers[i]->size();
+            if (size >= count && size <= 4 * count + 1024 && (best == buffers.size() || size < buffers[best]->size())) {
+                best = i;
+            }
+        }
+        if (best == buffers.size()) return std::make_unique<Buffer>(count);
+        std::unique_ptr<Buffer> found = std::move(buffers[best]);
+        buffers.erase(buffers.begin() + static_cast<std::ptrdiff_t>(best));
+        return found;
+    }
+    static void put_back(Buffer *buffer) {
+        const std::lock_guard<std::mutex> lock(mutex());
+        free().emplace_back(buffer);
+        if (free().size() > kKept) free().erase(free().begin());
+    }
+
+    std::unique_ptr<Buffer> buffer_;
 };
 
 Shape shape_of(const nb::dict &d) {
@@ -124,6 +162,7 @@ void set_num_threads(int count) {
     require(count >= 1 && count <= 1024, "threads must be between 1 and 1024");
     Engine &core = engine();
     const std::lock_guard<std::mutex> lock(core.busy);
+    core.asked_threads = count;
     if (core.team->size() != count) {
         core.team.reset();
         core.team = std::make_unique<Team>(count);
@@ -152,10 +191,10 @@ nb::tuple verify(PyModel &self, const std::vector<Cache *> &caches, const Ids &c
         require(i == 0 || reads[i] > reads[i - 1], "states must ascend");
     }
     const size_t logit_rows = last_only ? caches.size() : rows;
-    Uninitialised<float> hidden(rows * reads.size() * model.shape.width), logits(logit_rows * model.vocab_size);
+    Recycled hidden(rows * reads.size() * model.shape.width), logits(logit_rows * model.vocab_size);
     {
         nb::gil_scoped_release release;
-        model.verify(trees, reads, last_only, hidden.values.get(), logits.values.get());
+        model.verify(trees, reads, last_only, hidden.data(), logits.data());
     }
     return nb::make_tuple(logits.give({logit_rows, static_cast<size_t>(model.vocab_size)}),
                           hidden.give({rows, reads.size(), static_cast<size_t>(model.shape.width)}));
@@ -187,7 +226,7 @@ NB_MODULE(_native, m) {
     m.def("kernels", [] { return std::string(choose_kernels().name); },
           "The name of the kernels in use: portable, avx2 or avx512.");
     m.def("set_num_threads", &set_num_threads);
-    m.def("num_threads", [] { return engine().team->size(); });
+    m.def("num_threads", [] { return engine().asked_threads; }, "What set_num_threads was given last; 0 before that.");
 
     m.def(
         "pack",

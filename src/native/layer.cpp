@@ -96,6 +96,7 @@ void Pass::layer(int member, const Layer &layer, int index, const Rope &rope) co
     team_.barrier();
     place(member, layer, index, rope);
     team_.barrier();
+    if (m == 0) return;  // only keys and values were wanted
     attend(member, layer, index);
     team_.barrier();
     const int values = shape_.heads * shape_.head_dim;

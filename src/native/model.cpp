@@ -10,7 +10,7 @@
 namespace eyas {
 
 Engine &engine() {
-    static Engine the = {&choose_kernels(), std::make_unique<Team>(1), {}};
+    static Engine the = {&choose_kernels(), std::make_unique<Team>(1), 0, {}};
     return the;
 }
 

@@ -13,6 +13,7 @@ namespace eyas {
 struct Engine {
     const Kernels *kernels;
     std::unique_ptr<Team> team;
+    int asked_threads;  // 0: nobody has said yet
     std::mutex busy;
 };
 Engine &engine();
