@@ -8,7 +8,7 @@ STAMP := $(VENV)/.eyas-setup
 # Keeps pyright from asking the network whether a newer pyright exists.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup test demo clean
+.PHONY: setup test sanitize demo clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -38,6 +38,18 @@ test: setup
 	@$(BIN)/pyright
 	@echo "Running the tests"
 	@$(BIN)/python -m pytest -q
+
+# The native tests under AddressSanitizer and UBSan. -S and the search path by hand: the editable install's import hook
+# would come first otherwise.
+SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+sanitize: setup
+	@echo "Building the core with sanitizers"
+	@$(PIP) --upgrade --no-deps --no-build-isolation --target build/sanitized \
+		--config-settings=cmake.define.EYAS_SANITIZE=ON .
+	@echo "Running the native tests under them (some minutes)"
+	@EYAS_FUZZ=40 OMP_NUM_THREADS=1 PYTHONPATH=build/sanitized:$(SITE) ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		$(BIN)/python -S -m pytest -q -p no:cacheprovider tests/test_native.py tests/test_native_fuzz.py
 
 demo: setup
 	@echo "Running the demo"

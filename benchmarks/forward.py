@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--torch", action="store_true", help="transformers in bfloat16 through the eager back end too")
     arguments = parser.parse_args()
 
+    os.environ["EYAS_NUM_THREADS"] = str(arguments.threads)
     torch.set_num_threads(arguments.threads)
     ceilings = {"stream_gb_per_s": stream(), "torch_bf16_gflop_per_s": matrix_peak(torch.bfloat16)}
     engines: dict[str, Callable[[int], float]] = {}
@@ -53,6 +55,7 @@ def main() -> int:
         sizes[f"eyas {dtype}"] = weights * (2 if dtype == "bfloat16" else 1)
         engines[f"eyas {dtype}"] = ours(model)
     if arguments.torch:
+        torch.set_num_threads(arguments.threads)  # the core leaves torch one
         engines["torch bfloat16"] = ours(eyas.load(arguments.target, backend="eager", dtype="bfloat16"))
     peers = [Peer(arguments.llama, "peer_llama.py", file, arguments.threads) for file in arguments.gguf]
     peers += [Peer(arguments.openvino, "peer_openvino.py", folder, arguments.threads) for folder in arguments.ir]
@@ -117,7 +120,8 @@ def measure(engines: dict[str, Callable[[int], float]], rows: list[int], rounds:
     for number in range(rounds + 2):
         for m in rows:
             for name, forward in engines.items():
-                forward(m)  # what another engine left in the caches is not this one's cost
+                time.sleep(0.01)  # the threads of the engine before must have stopped spinning,
+                forward(m)  # and what it left in the caches is not this one's cost
                 spent = forward(m)
                 if number >= 2:
                     found[name][m].append(spent * 1e3)

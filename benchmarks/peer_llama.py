@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
 
 
 def main() -> None:
@@ -53,14 +54,23 @@ def forward(model: llama_cpp.Llama, tokens: list[int]) -> float:
 
 
 def generate(model: llama_cpp.Llama, tokens: list[int], max_new_tokens: int, end: list[int]) -> dict[str, object]:
-    """Greedy decoding, prompt included in the time."""
+    """Greedy decoding straight on llama.cpp's own calls, without the binding's sampler; the prompt is in the time."""
     model.reset()
+    size = model.n_vocab()
     answer: list[int] = []
     begun = time.perf_counter()
-    for token in model.generate(tokens, temp=0.0, top_k=1, repeat_penalty=1.0):
-        answer.append(int(token))
-        if token in end or len(answer) == max_new_tokens:
+    model.eval(tokens)
+    batch = llama_cpp.llama_batch_init(1, 0, 1)
+    batch.n_tokens, batch.n_seq_id[0], batch.logits[0] = 1, 1, True
+    batch.seq_id[0][0] = 0
+    while True:
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(model.ctx, -1), shape=(size,))
+        answer.append(int(logits.argmax()))
+        if answer[-1] in end or len(answer) == max_new_tokens:
             break
+        batch.token[0], batch.pos[0] = answer[-1], len(tokens) + len(answer) - 1
+        assert llama_cpp.llama_decode(model.ctx, batch) == 0
+    llama_cpp.llama_batch_free(batch)
     return {"seconds": time.perf_counter() - begun, "new_tokens": len(answer)}
 
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eyas
+from eyas import native
 from eyas.cli import main
 from eyas.model import TextStream
 from eyas.verify import Stop
@@ -307,3 +309,94 @@ def test_wrong_types_are_refused(folder: Path) -> None:
     assert model.generate(ids, max_new_tokens=3).token_ids == model.generate("x", max_new_tokens=3).token_ids
     whole = model.generate("x", max_new_tokens=9)
     assert model.generate("x", max_new_tokens=9, stop="never there").text == whole.text
+
+
+# -- back ends ---------------------------------------------------------------------------------------------------------
+
+needs_core = pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")
+
+
+@needs_core
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_native_generation(capsys: pytest.CaptureFixture[str], folder: Path, kind: str, dtype: str) -> None:
+    common = ("generate", "--target", str(folder / "target"), "--prompt", "hello", "--max-new-tokens", "30")
+    common = (*common, "--backend", "native", "--dtype", dtype)
+    for settings in ((), ("--temperature", "0.9", "--seed", "3", "--threads", "1")):
+        plain = run_json(capsys, *common, *settings)
+        drafted = run_json(capsys, *common, *settings, "--head", str(folder / kind), "--tree", "static")
+        assert (drafted["backend"], drafted["dtype"]) == ("native", dtype)
+        assert drafted["token_ids"] == plain["token_ids"]
+        assert drafted["tau"] == 29 / drafted["target_forwards"]
+
+
+def test_auto_takes_the_native_back_end_where_it_can(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = str(folder / "target")
+    fast = native.fast_kernels()
+    for dtype, backend in ((None, "native"), ("bfloat16", "native"), ("float32", "eager"), ("float64", "eager")):
+        spec = eyas.load(target, dtype=dtype).target.spec
+        assert spec.backend == (backend if fast else "eager")
+        assert dtype is None or str(spec.dtype) == f"torch.{dtype}"
+    monkeypatch.setattr(native, "fast_kernels", lambda: False)  # another CPU, or no compiler at install
+    spec = eyas.load(target).target.spec
+    assert (spec.backend, spec.dtype) == ("eager", torch.float32)
+    with pytest.raises(eyas.InputError, match="int8"):
+        eyas.load(target, dtype="int8")
+    for backend, dtype in (("native", "float32"), ("eager", "int8"), ("gpu", None), ("auto", "int4")):
+        with pytest.raises(eyas.InputError, match="int8|gpu"):
+            eyas.load(target, backend=backend, dtype=dtype)
+
+
+@needs_core
+def test_auto_falls_back_where_the_core_does_not_know_the_model(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "gelu")
+    config = json.loads((tmp_path / "gelu" / "config.json").read_text())
+    (tmp_path / "gelu" / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    assert eyas.load(str(tmp_path / "gelu"), dtype="bfloat16").target.spec.backend == "eager"
+    for dtype, backend in (("bfloat16", "native"), ("int8", "auto")):
+        with pytest.raises(eyas.InputError, match="activations"):
+            eyas.load(str(tmp_path / "gelu"), dtype=dtype, backend=backend)
+
+
+@needs_core
+def test_packed_weights_are_kept_and_follow_the_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EYAS_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(folder / "target", tmp_path / "target")
+    load = partial(eyas.load, str(tmp_path / "target"), backend="native", dtype="int8")
+    first = load().generate("hello", max_new_tokens=9).token_ids
+    (packed,) = (tmp_path / "cache" / "packed").iterdir()
+    written = packed.stat().st_mtime_ns
+    assert load().generate("hello", max_new_tokens=9).token_ids == first
+    assert packed.stat().st_mtime_ns == written, "the second start reads"
+    weights = tmp_path / "target" / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    assert load().generate("hello", max_new_tokens=9).token_ids != first
+    assert len(list((tmp_path / "cache" / "packed").iterdir())) == 2
+
+
+@needs_core
+def test_what_int8_costs(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(
+        "".join(json.dumps({"prompt_ids": [1, 5, n], "response_ids": [n, 7, 2]}) + "\n" for n in range(9, 14))
+    )
+    common = ("inspect", "--target", str(folder / "target"), "--dtype", "int8")
+    found = run_json(capsys, *common, "--answers", str(answers), "--limit", "4")["quality"]
+    assert found["tokens"] == 12
+    assert abs(found["int8_costs_percent"]) < 25 and min(found["perplexity"].values()) > 1
+    assert "answer" in refused(capsys, *common, "--answers", str(tmp_path / "missing.jsonl"))
+
+
+@needs_core
+def test_a_broken_draft_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "eagle", tmp_path / "eagle")
+    listed = tmp_path / "eagle" / "vocabulary.json"
+    listed.write_text(json.dumps(list(range(0, 200, 2))))
+    model = eyas.load(str(folder / "target"), str(tmp_path / "eagle"), backend="native")
+    assert model.drafter is not None and model.drafter.can_propose(4) and not model.drafter.can_propose(5)
+    for wrong in ("[3, 2]", "[1, 1]", "[-1]", "[9999]", "[]", "{}", "[1.0]", "x"):
+        listed.write_text(wrong)
+        with pytest.raises(eyas.InputError, match="vocabulary.json"):
+            eyas.load(str(folder / "target"), str(tmp_path / "eagle"), backend="native")

@@ -49,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         transformers.logging.disable_progress_bar()
     try:
         arguments = _parser().parse_args(argv)
-        if arguments.threads is not None:
-            os.environ["EYAS_NUM_THREADS"] = str(arguments.threads)
-        native.set_torch_threads()
+        native.ask_threads(arguments.threads)
         return arguments.run(arguments)
     except InputError as error:
         print(f"eyas: {error}", file=sys.stderr)
@@ -76,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     if arguments.head == "none":
         raise InputError("the demo shows a head beside plain decoding: give a head")
-    _say("loading the demo target (the first time, its weights are converted: about 20 seconds)")
+    _say("loading the demo target (the first time, its weights are converted: about half a minute)")
     model = _load(arguments, arguments.head)
     items = bench.read_workload(Path(str(files("eyas") / "demo.jsonl")), arguments.limit)
     methods = [bench.Method(None, replace(model, drafter=None)), bench.Method(arguments.head, model)]
@@ -299,7 +297,7 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
         default=None,
         help="native: bfloat16 (default) or int8; eager: float32 (default), bfloat16 or float64",
     )
-    parser.add_argument("--threads", type=_count, default=None)
+    parser.add_argument("--threads", type=_threads, default=None, help="default: EYAS_NUM_THREADS, or the cores")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -321,7 +319,7 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, help="the head's folder")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--dtype", default="bfloat16", help="of the target and of the products (default %(default)s)")
-    parser.add_argument("--threads", type=_count, default=None)
+    parser.add_argument("--threads", type=_threads, default=None, help="default: EYAS_NUM_THREADS, or the cores")
     parser.add_argument("--limit", type=_count, default=None, help="only the first N answers")
     parser.add_argument("--max-length", type=_count, default=512, help="tokens of a sequence; longer ones are cut")
     parser.add_argument(
@@ -407,6 +405,13 @@ def _count(text: str) -> int:
     value = int(text)
     if not 1 <= value <= 1_000_000:
         raise argparse.ArgumentTypeError(f"must be between 1 and 1000000, got {text}")
+    return value
+
+
+def _threads(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1024:
+        raise argparse.ArgumentTypeError(f"must be between 1 and 1024, got {text}")
     return value
 
 

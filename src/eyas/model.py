@@ -31,8 +31,8 @@ from eyas.verify import FinishReason, Stop
 BACKENDS = ("auto", "eager", "native")
 # Until trees are tuned: the best that were measured on two cores (docs/log.md).
 AUTO_TREES = {
-    ("native", torch.bfloat16): "dynamic:levels=3,top_k=3,nodes=6",
-    ("native", torch.int8): "dynamic:levels=3,top_k=3,nodes=6",
+    ("native", torch.bfloat16): "dynamic:levels=4,top_k=3,nodes=5",
+    ("native", torch.int8): "dynamic:levels=4,top_k=3,nodes=5",
     ("eager", torch.bfloat16): "dynamic:levels=3,top_k=3,nodes=6",
 }
 AUTO_TREE = "dynamic:levels=3,top_k=3,nodes=4"  # other dtypes

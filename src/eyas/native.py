@@ -58,8 +58,23 @@ def fast_kernels() -> bool:
     return cpu_features() is not None and core().kernels() != "portable"
 
 
+_asked: int | None = None  # threads, by whoever runs this process
+
+
+def ask_threads(count: int | None) -> None:
+    """Give torch and the core this many threads; None: as EYAS_NUM_THREADS says, if it does.
+
+    Raises:
+        InputError: EYAS_NUM_THREADS is no such number.
+    """
+    global _asked
+    _asked = count
+    if (wanted := _wanted_threads()) is not None:
+        torch.set_num_threads(wanted)
+
+
 def use_threads() -> int:
-    """Give the core as many threads as EYAS_NUM_THREADS says, else as torch had; how many those are.
+    """Give the core the threads that were asked for, else as many as torch had; how many those are.
 
     Torch itself is left with one thread in this process: its pool spins after each small operation, and on the cores
     that the next forward needs (plain decoding of the demo target ran at half its speed beside it).
@@ -67,30 +82,19 @@ def use_threads() -> int:
     Raises:
         InputError: EYAS_NUM_THREADS is no such number.
     """
-    count = _asked_threads() or core().num_threads() or torch.get_num_threads()
+    count = _wanted_threads() or core().num_threads() or torch.get_num_threads()
     core().set_num_threads(count)
     torch.set_num_threads(1)
     return count
 
 
-def set_torch_threads() -> None:
-    """Give torch as many threads as EYAS_NUM_THREADS says, if it does.
-
-    Raises:
-        InputError: EYAS_NUM_THREADS is no such number.
-    """
-    count = _asked_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-
-
-def _asked_threads() -> int | None:
-    asked = os.environ.get("EYAS_NUM_THREADS")
-    if not asked:
-        return None
-    if not asked.isdecimal() or not 1 <= int(asked) <= 1024:
-        raise InputError(f"EYAS_NUM_THREADS must be a whole number from 1 to 1024, got {asked!r}")
-    return int(asked)
+def _wanted_threads() -> int | None:
+    text = os.environ.get("EYAS_NUM_THREADS")
+    if _asked is not None or not text:
+        return _asked
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise InputError(f"EYAS_NUM_THREADS must be a whole number from 1 to 1024, got {text!r}")
+    return int(text)
 
 
 def pack(arrays: Arrays, name: str, kind: str, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:

@@ -31,6 +31,8 @@ void require(bool condition, const char *message) {
     if (!condition) throw std::invalid_argument(message);
 }
 
+constexpr int kLargest = 1 << 24;  // of any size: products of two of them fit 64 bits
+
 Weights weights_kind(const std::string &name) {
     require(name == "bfloat16" || name == "int8", "weights are bfloat16 or int8");
     return name == "int8" ? Weights::int8 : Weights::bf16;
@@ -130,7 +132,10 @@ Shape shape_of(const nb::dict &d) {
     s.window = integer("window");
     s.norm_eps = nb::cast<float>(d["norm_eps"]);
     s.query_scale = nb::cast<float>(d["query_scale"]);
-    require(s.width > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0 && s.head_dim % 2 == 0, "impossible sizes");
+    for (int size : {s.width, s.heads, s.kv_heads, s.head_dim, s.ffn_width}) {
+        require(size > 0 && size < kLargest, "impossible sizes");
+    }
+    require(s.window >= 0 && s.heads < 4096 && s.head_dim < 4096 && s.heads % s.kv_heads == 0 && s.head_dim % 2 == 0, "impossible sizes");
     return s;
 }
 
@@ -253,7 +258,7 @@ NB_MODULE(_native, m) {
             [](PyMatrix *self, const std::string &kind, int n, int k, int num_columns,
                const Array<uint8_t, nb::ndim<1>> &weights, nb::object scales, nb::object bias) {
                 const Weights weights_form = weights_kind(kind);
-                require(n > 0 && k > 0 && num_columns >= n, "a matrix needs rows and columns");
+                require(n > 0 && k > 0 && num_columns >= n && k < kLargest && num_columns < kLargest, "impossible sizes");
                 require(weights.size() == packed_bytes(weights_form, num_columns, k), "packed weights misfit");
                 const int columns = round_up(num_columns, kLanes * kGroupBlocks);
                 new (self) PyMatrix();

@@ -23,7 +23,6 @@ void Draft::observe(DraftState &state, const int *tokens, const float *states, i
         pass(rows, tokens + first, from.data(), true, last ? 1 : 0, width, best, logprobs);
         cache.length += m;
     }
-    state.level = 0;
     state.ancestors.assign(1, {});
     state.hidden.assign(space.x.begin() + static_cast<size_t>(space.num_rows - 1) * shape.width,
                         space.x.begin() + static_cast<size_t>(space.num_rows) * shape.width);
@@ -41,12 +40,12 @@ void Draft::expand(DraftState &state, const int *rows, const int *tokens, int co
         const int slot = cache.length + nodes + k;
         std::vector<int> seen = state.ancestors[rows[k]];
         seen.push_back(slot);
-        level[k] = {&cache, slot, cache.length + state.level, cache.length, seen};
+        const int position = cache.length + static_cast<int>(seen.size()) - 1;
+        level[k] = {&cache, slot, position, cache.length, seen};
         from[k] = state.hidden.data() + static_cast<size_t>(rows[k]) * shape.width;
         state.ancestors.push_back(std::move(seen));
     }
     pass(level, tokens, from.data(), false, count, width, best, logprobs);
-    state.level += 1;
     state.hidden.insert(state.hidden.end(), space.x.begin(),
                         space.x.begin() + static_cast<size_t>(count) * shape.width);
 }

@@ -12,7 +12,6 @@ struct DraftState {
 
     Cache cache;                              // `length` verified pairs, then the nodes of this round
     const int width;
-    int level = 0;                            // levels expanded in this round
     std::vector<float> hidden;                // [rows of this round, width]; row 0 is the last verified pair
     std::vector<std::vector<int>> ancestors;  // per row, the slots behind the verified ones that it sees
 };
