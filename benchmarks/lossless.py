@@ -35,6 +35,9 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument(
+        "--no-plain", action="store_true", help="only with the head: to compare digests with another run"
+    )
     arguments = parser.parse_args()
 
     model = eyas.load(arguments.target, arguments.head, backend="native", dtype=arguments.dtype, tree=arguments.tree)
@@ -48,13 +51,13 @@ def main() -> int:
         seen = []
         for threads in arguments.threads:
             native.core().set_num_threads(threads)
-            if not seen:
+            if not seen and not arguments.no_plain:
                 seen.append(timed(plain.rounds(ids, sampling, stop)))
             seen.append(timed(model.rounds(ids, sampling, stop)))
         if any(answer.tokens != seen[0].tokens for answer in seen):
             different.append(item.id)
         digest.update(json.dumps(seen[0].tokens).encode())
-        answers.append(seen[1])
+        answers.append(seen[-1])
     tokens = sum(len(answer.tokens) for answer in answers)
     print(f"{len(items)} prompts, {tokens} tokens, {len(arguments.threads)} thread settings: {len(different)} differ")
     settings = {key: getattr(arguments, key) for key in ("target", "head", "tree", "dtype", "threads", "temperature")}
