@@ -15,7 +15,7 @@ import pytest
 from eyas.native import cpu_features
 
 ROOT = Path(__file__).parents[1]
-FEATURES = ["avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"]
+FEATURES = ["avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"]
 
 
 def run(*args: str | Path, **env: str) -> str:
