@@ -21,7 +21,7 @@ from tqdm import tqdm
 from eyas.errors import InputError
 from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, rounding, target_forwards, tau, timed
 from eyas.model import Model
-from eyas.native import cpu_features
+from eyas.native import cpu_features, threads_in_use
 from eyas.policies import Dynamic
 from eyas.sampling import Sampling
 from eyas.verify import Stop
@@ -219,7 +219,7 @@ def machine() -> dict[str, object]:
         (line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.processor()
     )
     features = [name for name, found in (cpu_features() or {}).items() if found]
-    return {"cpu": model, "features": features, "system": platform.platform(), "threads": torch.get_num_threads()}
+    return {"cpu": model, "features": features, "system": platform.platform(), "threads": threads_in_use()}
 
 
 def _cpu_info() -> list[str]:

@@ -88,6 +88,11 @@ def use_threads() -> int:
     return count
 
 
+def threads_in_use() -> int:
+    """Of the core where a target runs on it, else of torch."""
+    return (core().num_threads() if cpu_features() is not None else 0) or torch.get_num_threads()
+
+
 def _wanted_threads() -> int | None:
     text = os.environ.get("EYAS_NUM_THREADS")
     if _asked is not None or not text:
