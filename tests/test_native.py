@@ -19,6 +19,7 @@ import torch
 from test_lossless import PROMPT, NoRepeat, untrained
 from tiny import FAMILY_SETTINGS, VOCAB, tiny_target
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from eyas import native
 from eyas.drafters.native import NativeDrafter
@@ -108,6 +109,22 @@ def test_every_family_against_float64(family: str) -> None:
         assert error(ours, exact) <= 1.15 * by_torch
         assert error(our_states, exact_states) < 0.02 * float(exact_states.std())
         assert error(states(packed(eager, "int8"), TREE, prompt)[0], exact) < 0.12 * float(exact.std())
+
+
+@pytest.mark.parametrize("weights", native.WEIGHTS)
+def test_biases_of_every_projection(weights: str) -> None:
+    """Llama's options `attention_bias` and `mlp_bias`, large enough to decide."""
+    eager = tiny_target()
+    config = copy.deepcopy(eager.model.config)
+    config.attention_bias = config.mlp_bias = True
+    torch.manual_seed(0)
+    biased = EagerTarget(AutoModelForCausalLM.from_config(config).double(), "tiny")
+    with torch.no_grad():
+        for name, parameter in biased.model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    exact, _ = states(biased, TREE, LONG)
+    assert error(states(packed(biased, weights), TREE, LONG)[0], exact) < 0.12 * float(exact.std())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

@@ -96,6 +96,7 @@ def test_damaged_files_are_refused_or_harmless(seed: int, tmp_path: Path) -> Non
                 damaged[rng.randrange(min(header, len(damaged)))] = rng.choice(b'0123456789[]{}",:-e\x00\xff')
         path.write_bytes(damaged)
         try:
+            # a damaged description may be of any type: that is what this tests
             target = NativeTarget(*packed.read(path), "damaged")  # type: ignore[arg-type]
             target.verify([(target.new_cache(), Tree.chain([1, 2, 3]))], (0, target.spec.num_layers))
         except (InputError, ValueError, KeyError, TypeError):

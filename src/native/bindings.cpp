@@ -267,7 +267,6 @@ NB_MODULE(_native, m) {
                 p.kind = weights_form;
                 p.n = n;
                 p.k = k;
-                p.blocks = columns / kLanes;
                 p.steps = static_cast<int>(weights.size() / columns / 4);
                 p.weights = weights.data();
                 p.scales = data_or_none(scales, columns, self->alive);

@@ -25,7 +25,6 @@ inline int round_up(int value, int multiple) { return (value + multiple - 1) / m
 struct Packed {
     Weights kind = Weights::bf16;
     int n = 0, k = 0;                 // as the model has them; for a gated pair, n is the width after the gate
-    int blocks = 0;                   // of 16 columns, padding included
     int steps = 0;                    // along K, padding included
     const uint8_t *weights = nullptr;
     const float *scales = nullptr;    // int8: one for each padded column
@@ -44,6 +43,7 @@ struct Rows {
 };
 
 enum class Epilogue { store, add, silu_gate, gelu_gate };  // gates: blocks come in pairs, gate and up
+inline bool is_gate(Epilogue e) { return e == Epilogue::silu_gate || e == Epilogue::gelu_gate; }
 
 // Where one query looks: logical positions first <= p < end, of which those below in_place stand in the slot of their
 // own number, and position in_place + j stands in slots[j].

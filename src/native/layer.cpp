@@ -75,8 +75,7 @@ void Pass::multiply(int member, const float *x, size_t stride, int m, const floa
     }
     Rows rows = {m, matrix.steps, mine.words.data(), mine.scales.data(), mine.offsets.data()};
     kernels_.prepare(matrix.kind, x, stride, matrix.k, rows);
-    const bool gate = epilogue == Epilogue::silu_gate || epilogue == Epilogue::gelu_gate;
-    const int per = gate ? 2 : 1;
+    const int per = is_gate(epilogue) ? 2 : 1;
     const int units = (matrix.n + kLanes - 1) / kLanes;
     const int first = units * member / team_.size(), end = units * (member + 1) / team_.size();
     kernels_.product(rows, matrix, first * per, end * per, epilogue, out, out_stride, matrix.n);

@@ -96,9 +96,6 @@ public:
         for (int i = member; i < count; i += team_.size()) work(i);
     }
 
-    Team &team() const { return team_; }
-    const Kernels &kernels() const { return kernels_; }
-
 private:
     void place(int member, const Layer &layer, int index, const Rope &rope) const;
     void attend(int member, const Layer &layer, int index) const;

@@ -1,9 +1,7 @@
 #include "model.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
-#include <thread>
 
 #include "cpu_features.h"
 

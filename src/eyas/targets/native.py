@@ -185,6 +185,8 @@ def pack_target(target: EagerTarget, weights: str) -> tuple[Arrays, Description]
     for i, (frequencies, _) in enumerate(ropes.values()):
         arrays[f"rope.{i}"] = frequencies
     described = {key: value for key, value in asdict(spec).items() if key not in ("name", "dtype", "device", "backend")}
+    # of these families each has it; torch's types know modules and tensors only
+    scaling: Any = target.model.get_submodule("model.layers.0.self_attn").scaling
     shape = {
         "width": spec.width,
         "heads": spec.num_heads,
@@ -193,7 +195,7 @@ def pack_target(target: EagerTarget, weights: str) -> tuple[Arrays, Description]
         "ffn_width": spec.ffn_width,
         "window": window or 0,
         "norm_eps": spec.norm_eps,
-        "query_scale": float(target.model.get_submodule("model.layers.0.self_attn").scaling),  # type: ignore[arg-type]
+        "query_scale": float(scaling),
     }
     description: Description = {
         "spec": described,
@@ -211,16 +213,17 @@ def _pack_layer(
 ) -> None:
     """One decoder layer, by the names that all families of transformers share."""
 
-    def stacked(parts: Sequence[str], leaf: str) -> Tensor | None:
-        found = [state[f"{part}.{leaf}"] for part in parts if f"{part}.{leaf}" in state]
+    def stacked_bias(parts: Sequence[str]) -> Tensor | None:
+        found = [state[f"{part}.bias"] for part in parts if f"{part}.bias" in state]
         return torch.cat(found) if found else None
 
     qkv = [f"self_attn.{part}_proj" for part in "qkv"]
-    native.pack(arrays, f"{name}.qkv", kind, stacked(qkv, "weight"), stacked(qkv, "bias"))  # type: ignore[arg-type]
+    qkv_weight = torch.cat([state[f"{part}.weight"] for part in qkv])
+    native.pack(arrays, f"{name}.qkv", kind, qkv_weight, stacked_bias(qkv))
     for ours, theirs in (("output", "self_attn.o_proj"), ("down", "mlp.down_proj")):
         native.pack(arrays, f"{name}.{ours}", kind, state[f"{theirs}.weight"], state.get(f"{theirs}.bias"))
     gate, up = (state[f"mlp.{part}_proj.weight"] for part in ("gate", "up"))
-    native.pack_gated(arrays, f"{name}.gate_up", kind, gate, up, stacked(["mlp.gate_proj", "mlp.up_proj"], "bias"))
+    native.pack_gated(arrays, f"{name}.gate_up", kind, gate, up, stacked_bias(["mlp.gate_proj", "mlp.up_proj"]))
     norms = {"input": "input_layernorm", "query": "self_attn.q_norm", "key": "self_attn.k_norm", "mlp": mlp_norm}
     if mlp_norm == "pre_feedforward_layernorm":  # Gemma's sandwich: a norm after each half too
         norms |= {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
