@@ -1,6 +1,7 @@
 // One decoder layer over a batch of rows, shared by the target and by draft heads.
 #pragma once
 
+#include <new>
 #include <vector>
 
 #include "cache.h"
@@ -8,6 +9,22 @@
 #include "threads.h"
 
 namespace eyas {
+
+// Vectors of numbers that begin with a cache line: no store straddles two, and threads that share out columns in
+// multiples of sixteen share no line.
+template <typename T>
+struct Aligned {
+    using value_type = T;
+    Aligned() = default;
+    template <typename U>
+    Aligned(const Aligned<U> &) {}
+    T *allocate(size_t n) { return static_cast<T *>(::operator new(n * sizeof(T), std::align_val_t(64))); }
+    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const Aligned &) const { return true; }
+    bool operator!=(const Aligned &) const { return false; }
+};
+template <typename T>
+using Numbers = std::vector<T, Aligned<T>>;
 
 struct Shape {
     int width = 0, heads = 0, kv_heads = 0, head_dim = 0, ffn_width = 0;
@@ -60,20 +77,20 @@ public:
 
     int num_rows = 0;
     int first_output = 0;      // rows before this one only leave their K/V
-    std::vector<float> x;      // [rows, width]: the residual
-    std::vector<float> input;  // [rows, input_width]: the attention's input where the layer has no norm of its own
-    std::vector<float> wide;   // [rows, most_columns]: q, k and v; then the gated hidden values
-    std::vector<float> attended, mixed;
-    std::vector<uint32_t> queries;  // [kv head][row][head of the group][pairs]
+    Numbers<float> x;      // [rows, width]: the residual
+    Numbers<float> input;  // [rows, input_width]: the attention's input where the layer has no norm of its own
+    Numbers<float> wide;   // [rows, most_columns]: q, k and v; then the gated hidden values
+    Numbers<float> attended, mixed;
+    Numbers<uint32_t> queries;  // [kv head][row][head of the group][pairs]
     std::vector<Look> full, windowed;
 
     struct Private {
-        std::vector<float> normed;
-        std::vector<uint32_t> words;
-        std::vector<float> scales;
-        std::vector<int32_t> offsets;
-        std::vector<float> scores, sums;
-        std::vector<uint16_t> weights, gathered;
+        Numbers<float> normed;
+        Numbers<uint32_t> words;
+        Numbers<float> scales;
+        Numbers<int32_t> offsets;
+        Numbers<float> scores, sums;
+        Numbers<uint16_t> weights, gathered;
     };
     std::vector<Private> own;
 };

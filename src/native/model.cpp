@@ -73,7 +73,7 @@ void Model::pass(const std::vector<Row> &rows, const int *const *tokens, const s
     for (const Row &row : rows) positions = std::max(positions, row.position + 1);
     for (Rope &rope : ropes) rope.reserve(positions);
     const Pass pass(*core.kernels, *core.team, shape, rows, space);
-    const auto show = [&](int member, int state, const std::vector<float> &from) {
+    const auto show = [&](int member, int state, const Numbers<float> &from) {
         const int place = static_cast<int>(std::find(reads.begin(), reads.end(), state) - reads.begin());
         if (place == num_reads) return;
         pass.each(member, m, [&](int r) {
