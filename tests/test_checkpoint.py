@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import tiny_target, tiny_tokenizer
 
-from eyas.checkpoint import atomic_folder, cache_folder, load_target, target_fingerprint
+from eyas.checkpoint import atomic_folder, cache_folder, head_folder, load_target, target_fingerprint, target_folder
 from eyas.errors import InputError
 from eyas.targets.eager import EagerTarget
 from eyas.tree import Tree
@@ -124,3 +124,27 @@ def test_fingerprints_tell_models_apart_and_not_dtypes() -> None:
             1  # any weight, not only the last layer's
         )
     assert target_fingerprint(target, tokenizer)["weights"] != narrow["weights"]
+
+
+def test_a_hub_id_is_a_folder_of_the_hubs_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        if name == "owner/absent":
+            raise OSError("no such repository\nand a page more")
+        return str(folder / ("eagle3" if "head" in name else "target"))
+
+    monkeypatch.setattr("eyas.checkpoint.snapshot_download", download)
+    target, _ = load_target("owner/model-1.0")
+    assert target.spec.name == "owner/model-1.0" and target.spec.family == "llama"
+    assert head_folder("owner/head") == folder / "eagle3"
+    assert not any("bin" in pattern or "py" in pattern for _, patterns in asked for pattern in patterns)
+    for function in (target_folder, head_folder):
+        with pytest.raises(InputError, match="hub does not give it: OSError: no such repository"):
+            function("owner/absent")
+    count = len(asked)
+    for path in ("./owner/absent", "/owner/absent", "a/b/c", "absent", "owner/ab sent"):
+        with pytest.raises(InputError, match="unknown"):
+            target_folder(path)
+    assert len(asked) == count, "a path is no hub id"

@@ -43,6 +43,7 @@ class Cache:
     length: int
     pending: int
     def keep(self, path: Sequence[int]) -> None: ...
+    def rewind(self, length: int) -> None: ...
 
 class Model:
     def __init__(
@@ -69,6 +70,7 @@ class Model:
 
 class DraftState:
     length: int
+    def rewind(self, length: int) -> None: ...
 
 class Draft:
     def __init__(

@@ -1,7 +1,8 @@
 """Methods side by side on the same prompts, in one alternated run: the rows of `eyas bench` and `eyas demo`.
 
 Speed-up is total tokens over total time of each method on the same prompts with the same stop rules; plain always runs,
-and each prompt is answered by every method before the next one is begun, so that a drifting machine slows all alike.
+and each prompt (or batch of them) is answered by every method before the next one is begun, so that a drifting machine
+slows all alike.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import platform
 import resource
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,12 +21,12 @@ import transformers
 from tqdm import tqdm
 
 from eyas.errors import InputError
+from eyas.generate import Request, Round
 from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, rounding, target_forwards, tau, timed
 from eyas.model import Model
 from eyas.native import cpu_features, threads_in_use
 from eyas.policies import Dynamic
 from eyas.sampling import Sampling
-from eyas.verify import Stop
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Row:
     verify_ms: float
     other_ms: float
     peak_memory_bytes: int
+    batch: int  # prompts that shared their forwards
 
 
 @dataclass(frozen=True)
@@ -118,34 +121,56 @@ def _item(line: str, path: Path, number: int) -> Item:
 
 
 def compare(
-    methods: Sequence[Method], items: Sequence[Item], workload: str, sampling: Sampling, max_new_tokens: int
+    methods: Sequence[Method],
+    items: Sequence[Item],
+    workload: str,
+    sampling: Sampling,
+    max_new_tokens: int,
+    batch: int = 1,
 ) -> tuple[list[Row], list[list[Answer]]]:
     """Run every method on every prompt; a row for each method, and the answers by method and prompt.
 
-    `methods[0]` is plain decoding, which the others are compared with. Prompt i is sample i of the keyed noise.
+    `methods[0]` is plain decoding, which the others are compared with. Prompt i is sample i of the keyed noise. Methods
+    take turns at `batch` prompts at a time, which share their forwards.
     """
     assert methods[0].model.drafter is None, "the first method is plain decoding"
     stop = methods[0].model.stopping(max_new_tokens)
     prompts = [_encode(methods[0].model, item) for item in items]  # all of them first: a bad one costs no measurement
-    _warm_up(methods, prompts[0], sampling, stop)
+    requests = [Request(ids, replace(sampling, sample=sampling.sample + i), stop) for i, ids in enumerate(prompts)]
+    _warm_up(methods, requests[0])
     allowed = rounding(methods[0].model.target.spec)
     answers: list[list[Answer]] = [[] for _ in methods]
     divergences: list[list[dict[str, object]]] = [[] for _ in methods]
     with tqdm(total=len(items) * len(methods), desc=workload, unit="answer") as bar:
-        for i, (item, ids) in enumerate(zip(items, prompts, strict=True)):
-            keyed = replace(sampling, sample=sampling.sample + i)
+        for first in range(0, len(items), batch):
+            turn = requests[first : first + batch]
             for m, method in enumerate(methods):
-                answers[m].append(timed(method.model.rounds(ids, keyed, stop, with_logits=allowed > 0)))
-                found = find_divergence(ids, answers[0][i], answers[m][i], keyed, allowed)
-                if found is not None:
-                    divergences[m].append(_record(item, found))
-                bar.update()
+                answers[m] += _answers(method.model, turn, with_logits=allowed > 0)
+                for i, request in enumerate(turn, start=first):
+                    found = find_divergence(request.prompt, answers[0][i], answers[m][i], request.sampling, allowed)
+                    if found is not None:
+                        divergences[m].append(_record(items[i], found))
+                bar.update(len(turn))
             for side in answers:
-                side[i] = side[i].without_logits()
+                side[first:] = [answer.without_logits() for answer in side[first:]]
     rows = [
-        _row(workload, method, answers[m], answers[0], divergences[m], sampling) for m, method in enumerate(methods)
+        _row(workload, method, answers[m], answers[0], divergences[m], sampling, batch)
+        for m, method in enumerate(methods)
     ]
     return rows, answers
+
+
+def _answers(model: Model, requests: Sequence[Request], with_logits: bool) -> list[Answer]:
+    """Answers that share their forwards, each with an equal share of the time; one alone runs as `generate` does."""
+    if len(requests) == 1:
+        (request,) = requests
+        return [timed(model.rounds(request.prompt, request.sampling, request.stop, with_logits))]
+    rounds: list[list[Round]] = [[] for _ in requests]
+    begun = time.perf_counter()
+    for number, round_ in model.many_rounds(requests, len(requests), with_logits):
+        rounds[number].append(round_)
+    seconds = (time.perf_counter() - begun) / len(requests)
+    return [Answer(own, seconds) for own in rounds]
 
 
 def _encode(model: Model, item: Item) -> list[int]:
@@ -156,9 +181,9 @@ def _encode(model: Model, item: Item) -> list[int]:
     return ids
 
 
-def _warm_up(methods: Sequence[Method], ids: list[int], sampling: Sampling, stop: Stop) -> None:
+def _warm_up(methods: Sequence[Method], request: Request) -> None:
     for method in methods:
-        timed(method.model.rounds(ids, sampling, replace(stop, max_new_tokens=8)))
+        _answers(method.model, [replace(request, stop=replace(request.stop, max_new_tokens=8))], with_logits=False)
 
 
 def _record(item: Item, divergence: Divergence) -> dict[str, object]:
@@ -172,6 +197,7 @@ def _row(
     plain: Sequence[Answer],
     divergences: list[dict[str, object]],
     sampling: Sampling,
+    batch: int,
 ) -> Row:
     rounds = [round_ for answer in answers for round_ in answer.rounds]
     speed, plain_speed = (
@@ -199,6 +225,7 @@ def _row(
         verify_ms=sum(round_.verify_ms for round_ in rounds),
         other_ms=sum(round_.other_ms for round_ in rounds),
         peak_memory_bytes=peak_memory_bytes(),
+        batch=batch,
     )
 
 

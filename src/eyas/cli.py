@@ -149,7 +149,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     ]
     rows: list[bench.Row] = []
     for path, items in workloads.items():
-        rows += bench.compare(methods, items, Path(path).stem, _sampling(arguments, plain), arguments.max_new_tokens)[0]
+        settings = (_sampling(arguments, plain), arguments.max_new_tokens, arguments.batch)
+        rows += bench.compare(methods, items, Path(path).stem, *settings)[0]
     return _report(arguments, plain, rows, {})
 
 
@@ -270,6 +271,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--method", action="append", default=[], metavar="HEAD[@TREE]", help="repeatable; plain always runs"
     )
+    compare.add_argument(
+        "--batch", type=_count, default=1, metavar="N", help="prompts that share their forwards (default %(default)s)"
+    )
     compare.set_defaults(run=_bench)
 
     inspect = commands.add_parser("inspect", help="what a head or a target is, and whether they fit")
@@ -287,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens: int) -> None:
     if target is None:
-        parser.add_argument("--target", required=True, help="a folder, a GGUF file, or smollm2")
+        parser.add_argument("--target", required=True, help="a folder, a GGUF file, a hub id, or smollm2")
     else:
         parser.add_argument("--target", default=target, help="a folder, a GGUF file, or smollm2 (default)")
     parser.add_argument("--tree", default="auto", help="chain:K, static[:FILE], dynamic:..., or auto (default)")
@@ -295,8 +299,9 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
     parser.add_argument(
         "--dtype",
         default=None,
-        help="native: bfloat16 (default) or int8; eager: float32 (default), bfloat16 or float64",
+        help="native: bfloat16 (default) or int8; eager: float32 (default), bfloat16, float64, or float16 on a GPU",
     )
+    parser.add_argument("--device", default="cpu", help="cpu (default), or a GPU like cuda: the eager back end then")
     parser.add_argument("--threads", type=_threads, default=None, help="default: EYAS_NUM_THREADS, or the cores")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
@@ -339,7 +344,8 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
 
 def _load(arguments: argparse.Namespace, head: str | None) -> Model:
     _sampling(arguments)  # wrong settings are refused before anything slow
-    model = load(arguments.target, head, backend=arguments.backend, dtype=arguments.dtype, tree=arguments.tree)
+    how = {name: getattr(arguments, name) for name in ("backend", "dtype", "tree", "device")}
+    model = load(arguments.target, head, **how)
     _say(f"back end: {_backend(model)}")
     if model.drafter is not None and arguments.tree == "auto":
         _say(f"tree: {model.policy} (not tuned for this machine)")

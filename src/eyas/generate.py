@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from eyas.drafters.base import Drafter
@@ -19,10 +20,12 @@ from eyas.policies import Policy, grow
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target, Verified
 from eyas.tree import Tree
-from eyas.verify import FinishReason, Stop, walk
+from eyas.verify import FinishReason, Stop, Walk, walk
 
 CacheT = TypeVar("CacheT")
 StateT = TypeVar("StateT")
+
+PREFILL_ROWS = 512  # rows of one pass over a prompt: bounds the memory that long prompts take
 
 
 @dataclass(frozen=True)
@@ -43,48 +46,186 @@ class Round:
     other_ms: float
 
 
+@dataclass(frozen=True)
+class Request:
+    """One answer that is asked for."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    stop: Stop
+
+
+class Memory(Generic[CacheT, StateT]):
+    """What the last answer left behind. A prompt that begins with the same tokens, as the next turn of a conversation
+    does, is read from where it parts from them."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[list[int], CacheT, StateT | None, int] | None = None  # text, K/V, draft state and its pairs
+
+    def take(self) -> tuple[list[int], CacheT, StateT | None, int] | None:
+        """What is kept. It is nobody else's from now on: an answer that is broken off leaves nothing."""
+        kept, self.kept = self.kept, None
+        return kept
+
+
 def generate(
     target: Target[CacheT],
-    drafter: Drafter[StateT],
+    drafter: Drafter[StateT] | None,
     policy: Policy,
     prompt: Sequence[int],
     sampling: Sampling,
     stop: Stop,
     with_logits: bool = True,
+    memory: Memory[CacheT, StateT] | None = None,
 ) -> Iterator[Round]:
     """Decode by drafting and verifying: the tokens of `generate_plain`, in fewer target forwards.
 
-    Rounds carry the logits that their tokens were drawn from only `with_logits`: copying them takes its time.
+    Rounds carry the logits that their tokens were drawn from only `with_logits`: copying them takes its time. `memory`
+    is read and written.
 
     Raises:
         InputError: the prompt is empty, or fills the target's context.
     """
-    tokens, stop = list(prompt), _within_context(target, prompt, stop)
-    cache, state = target.new_cache(), drafter.new_state()
-    clock = _Clock()
-    verified = _read_prompt(target, cache, tokens, drafter.reads)
-    clock.lap("verify")
-    step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
-    hidden_TLD = verified.hidden_NLD
-    followers = [*tokens[1:], *step.tokens]  # followers[i] comes after the token whose states are hidden_TLD[i]
-    tokens += step.tokens
-    first_TV = verified.logits_NV if with_logits else None
-    yield Round(None, [], step.tokens, step.finish_reason, first_TV, *clock.split())
+    requests = [Request(prompt, sampling, stop)]
+    for _, round_ in generate_many(target, drafter, policy, requests, 1, with_logits, memory):
+        yield round_
 
-    while step.finish_reason is None:
+
+def generate_many(
+    target: Target[CacheT],
+    drafter: Drafter[StateT] | None,
+    policy: Policy,
+    requests: Sequence[Request],
+    slots: int,
+    with_logits: bool = False,
+    memory: Memory[CacheT, StateT] | None = None,
+) -> Iterator[tuple[int, Round]]:
+    """The rounds of many answers, each with the number of its request; up to `slots` of them share every forward.
+
+    A request is admitted as soon as another one has ended. Its tokens do not depend on what runs beside it: noise is
+    keyed by each request's own `Sampling`. Without a drafter every tree is its root alone: plain decoding.
+
+    Raises:
+        InputError: a prompt is empty, or fills the target's context. Nothing has been computed then.
+    """
+    engine = _Engine(target, drafter, policy, with_logits)
+    waiting = [_Sequence(engine, request) for request in requests][::-1]
+    live: dict[int, _Sequence] = {}
+    while waiting or live:
+        while waiting and len(live) < slots:
+            number, sequence = len(requests) - len(waiting), waiting.pop()
+            round_ = sequence.read_prompt(memory)
+            if round_.finish_reason is None:
+                live[number] = sequence
+            else:
+                sequence.leave(memory)
+            yield number, round_
+        if not live:
+            continue
+        trees = [sequence.grow() for sequence in live.values()]
         clock = _Clock()
-        candidates = drafter.observe(state, followers, hidden_TLD, policy.width)
-        budget = stop.max_new_tokens - (len(tokens) - len(prompt))  # a path of n nodes delivers n + 1 tokens
-        tree = grow(policy, drafter, state, tokens[-1], candidates, max_levels=budget - 1)
-        clock.lap("draft")
-        verified = target.verify([(cache, tree)], drafter.reads)[0]
-        clock.lap("verify")
-        step = walk(tree, verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
-        target.keep(cache, step.path)
-        hidden_TLD, followers = verified.hidden_NLD[step.path], step.tokens
-        tokens += step.tokens
-        logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if with_logits else None
-        yield Round(tree, step.path, step.tokens, step.finish_reason, logits_TV, *clock.split())
+        items = [(sequence.cache, tree) for sequence, tree in zip(live.values(), trees, strict=True)]
+        verified = target.verify(items, engine.reads)
+        share_ms = clock.lap() / len(live)
+        for (number, sequence), tree, seen in zip(list(live.items()), trees, verified, strict=True):
+            round_ = sequence.take(tree, seen, share_ms)
+            if round_.finish_reason is not None:
+                del live[number]
+                sequence.leave(memory)
+            yield number, round_
+
+
+@dataclass(frozen=True)
+class _Engine(Generic[CacheT, StateT]):
+    """What all sequences of a call share."""
+
+    target: Target[CacheT]
+    drafter: Drafter[StateT] | None
+    policy: Policy
+    with_logits: bool
+
+    @property
+    def reads(self) -> Sequence[int]:
+        return () if self.drafter is None else self.drafter.reads
+
+
+class _Sequence(Generic[CacheT, StateT]):
+    """One answer in the making: its text, its caches, and what the drafter has not observed yet."""
+
+    def __init__(self, engine: _Engine[CacheT, StateT], request: Request) -> None:
+        self._engine = engine
+        self._sampling = request.sampling
+        self._stop = _within_context(engine.target, request.prompt, request.stop)
+        self._num_prompt = len(request.prompt)
+        self._tokens = list(request.prompt)
+        self._num_pairs = 0  # that the drafter has observed
+        self._draft_ms = 0.0
+
+    def read_prompt(self, memory: Memory[CacheT, StateT] | None) -> Round:
+        """The prompt's own forward, which yields the first token."""
+        target, clock = self._engine.target, _Clock()
+        start = self._begin(memory)
+        verified = _read(target, self.cache, self._tokens[start:], self._engine.reads)
+        verify_ms = clock.lap()
+        self._hidden_TLD = verified.hidden_NLD
+        step = walk(Tree.chain(self._tokens[-1:]), verified.logits_NV, self._sampling, self._prefix, self._stop)
+        # followers[i] comes after the token whose states are hidden_TLD[i]
+        self._followers = [*self._tokens[start + 1 :], *step.tokens]
+        return self._deliver(None, [], step, verified.logits_NV, (0.0, verify_ms, clock.lap()))
+
+    def grow(self) -> Tree:
+        """Observe what was verified last, and draft on from there."""
+        drafter, policy, clock = self._engine.drafter, self._engine.policy, _Clock()
+        if drafter is None or self._state is None:
+            return Tree.chain(self._tokens[-1:])
+        candidates = drafter.observe(self._state, self._followers, self._hidden_TLD, policy.width)
+        self._num_pairs += len(self._followers)
+        budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
+        tree = grow(policy, drafter, self._state, self._tokens[-1], candidates, max_levels=budget - 1)
+        self._draft_ms = clock.lap()
+        return tree
+
+    def take(self, tree: Tree, verified: Verified, verify_ms: float) -> Round:
+        """What the target says about the tree becomes text."""
+        clock = _Clock()
+        step = walk(tree, verified.logits_NV, self._sampling, self._prefix, self._stop)
+        self._engine.target.keep(self.cache, step.path)
+        self._hidden_TLD, self._followers = verified.hidden_NLD[step.path], step.tokens
+        logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
+        return self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
+
+    def leave(self, memory: Memory[CacheT, StateT] | None) -> None:
+        """Keep what a next turn can go on from."""
+        if memory is not None:
+            memory.kept = (self._tokens, self.cache, self._state, self._num_pairs)
+
+    @property
+    def _prefix(self) -> Prefix:
+        return Prefix(self._tokens, self._num_prompt)
+
+    def _begin(self, memory: Memory[CacheT, StateT] | None) -> int:
+        """Caches, empty or with the beginning of an earlier text; the first place that is still to be read."""
+        target, drafter = self._engine.target, self._engine.drafter
+        kept = memory.take() if memory is not None else None
+        self._state = None if drafter is None else drafter.new_state()
+        if kept is None:
+            self.cache = target.new_cache()
+            return 0
+        text, self.cache, state, num_pairs = kept
+        # the states of the last common token are read again: the pair that they open has another second half now
+        start = max(_common(text, self._tokens) - 1, 0)
+        if drafter is not None and state is not None:
+            start = min(start, num_pairs)
+            self._state, self._num_pairs = state, start
+            drafter.rewind(state, start)
+        target.rewind(self.cache, start)
+        return start
+
+    def _deliver(
+        self, tree: Tree | None, path: list[int], step: Walk, logits_TV: Tensor | None, ms: tuple[float, float, float]
+    ) -> Round:
+        self._tokens += step.tokens
+        return Round(tree, path, step.tokens, step.finish_reason, logits_TV if self._engine.with_logits else None, *ms)
 
 
 def generate_plain(
@@ -96,17 +237,16 @@ def generate_plain(
         InputError: as `generate`.
     """
     tokens, stop = list(prompt), _within_context(target, prompt, stop)
-    cache = target.new_cache()
-    clock = _Clock()
-    verified = _read_prompt(target, cache, tokens, reads=())
+    cache, clock = target.new_cache(), _Clock()
+    verified = _read(target, cache, tokens, reads=())
     tree = None
     while True:
-        clock.lap("verify")
+        verify_ms = clock.lap()
         step = walk(Tree.chain(tokens[-1:]), verified.logits_NV, sampling, Prefix(tokens, len(prompt)), stop)
         tokens += step.tokens
         path = [] if tree is None else [0]
         logits_TV = verified.logits_NV if with_logits else None
-        yield Round(tree, path, step.tokens, step.finish_reason, logits_TV, *clock.split())
+        yield Round(tree, path, step.tokens, step.finish_reason, logits_TV, 0.0, verify_ms, clock.lap())
         if step.finish_reason is not None:
             return
         clock = _Clock()
@@ -115,10 +255,20 @@ def generate_plain(
         target.keep(cache, [0])
 
 
-def _read_prompt(target: Target[CacheT], cache: CacheT, tokens: list[int], reads: Sequence[int]) -> Verified:
-    verified = target.verify([(cache, Tree.chain(tokens))], reads, last_only=True)[0]
-    target.keep(cache, range(len(tokens)))
-    return verified
+def _read(target: Target[CacheT], cache: CacheT, tokens: list[int], reads: Sequence[int]) -> Verified:
+    """A prompt, in pieces: no pass has more rows than `PREFILL_ROWS`, however long the prompt."""
+    pieces: list[Verified] = []
+    for first in range(0, len(tokens), PREFILL_ROWS):
+        piece = tokens[first : first + PREFILL_ROWS]
+        pieces += target.verify([(cache, Tree.chain(piece))], reads, last_only=True)
+        target.keep(cache, range(len(piece)))
+    return Verified(pieces[-1].logits_NV, torch.cat([piece.hidden_NLD for piece in pieces]))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _within_context(target: Target[CacheT], prompt: Sequence[int], stop: Stop) -> Stop:
@@ -133,19 +283,12 @@ def _within_context(target: Target[CacheT], prompt: Sequence[int], stop: Stop) -
 
 
 class _Clock:
-    """Where the milliseconds of one round went."""
+    """Milliseconds since it was made, or since its last lap."""
 
     def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self._spent = {"draft": 0.0, "verify": 0.0}
+        self._last = time.perf_counter()
 
-    def lap(self, name: str) -> None:
+    def lap(self) -> float:
         now = time.perf_counter()
-        self._spent[name] += now - self._last
-        self._last = now
-
-    def split(self) -> tuple[float, float, float]:
-        """Milliseconds of drafting, verification and the rest."""
-        total = time.perf_counter() - self._start
-        draft, verify = self._spent["draft"], self._spent["verify"]
-        return draft * 1e3, verify * 1e3, (total - draft - verify) * 1e3
+        spent, self._last = now - self._last, now
+        return spent * 1e3

@@ -5,13 +5,15 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, cast, overload
 
 import torch
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
@@ -19,8 +21,8 @@ from eyas import native
 from eyas.checkpoint import DTYPES, load_head, load_native, load_native_head, load_target
 from eyas.drafters.base import Drafter
 from eyas.errors import InputError, Unsupported, one_line
-from eyas.generate import Round, generate, generate_plain
-from eyas.measure import Answer, tau, timed
+from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
+from eyas.measure import Answer, tau
 from eyas.policies import Policy, parse_policy
 from eyas.sampling import Processor, Sampling
 from eyas.targets.base import Target, TargetSpec
@@ -63,6 +65,27 @@ class Settings(TypedDict, total=False):
     sample: int
 
 
+class Options(Settings, total=False):
+    """What `Model.generate` and `Model.stream` take beside the prompt: `Settings`, and
+
+    max_new_tokens: the answer's budget (default 256).
+    stop: a string, or several; the answer ends before the first one that it completes.
+    chat: is a text a user's turn in the chat template (default: where the model has one)?
+    """
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    chat: bool | None
+
+
+class Streamer(Protocol):
+    """transformers' streamers: `put` takes token ids (the prompt's first), `end` says that the answer is complete."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Output:
     """One answer."""
@@ -73,7 +96,15 @@ class Output:
     finish_reason: FinishReason
     tau: float | None
     rounds: list[Round]
-    seconds: float  # prompt included, loading excluded
+    seconds: float  # prompt included, loading excluded; of a list: this answer's share of the whole
+    logprobs: list[float] | None = None  # of token_ids: the target's own, before penalties, filters and temperature
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """Milliseconds of drafting, verification (the prompt's forward too) and the rest."""
+        names = ("draft_ms", "verify_ms", "other_ms")
+        sums = (sum(r.draft_ms for r in self.rounds), sum(r.verify_ms for r in self.rounds))
+        return dict(zip(names, (*sums, sum(r.other_ms for r in self.rounds)), strict=True))
 
 
 class TextStream:
@@ -108,6 +139,7 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter[Any] | None
     policy: Policy
+    _memory: Memory[Any, Any] = field(default_factory=Memory, init=False, repr=False, compare=False)
 
     def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
         """Token ids of a text, a conversation or ids; a text is a user's turn where the model has a chat template.
@@ -145,6 +177,12 @@ class Model:
             return generate_plain(self.target, ids, sampling, stop, with_logits)
         return generate(self.target, self.drafter, self.policy, ids, sampling, stop, with_logits)
 
+    def many_rounds(
+        self, requests: Sequence[Request], slots: int, with_logits: bool = False
+    ) -> Iterator[tuple[int, Round]]:
+        """The rounds of several answers, up to `slots` of which share every forward, with the numbers of requests."""
+        return generate_many(self.target, self.drafter, self.policy, requests, slots, with_logits)
+
     def stopping(self, max_new_tokens: int, stop: str | Sequence[str] = ()) -> Stop:
         """A `Stop` with this model's end tokens and tokenizer; `stop` is one string or several."""
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -161,40 +199,121 @@ class Model:
         # popped above: what is left are fields of Sampling, which the type of a TypedDict cannot say
         return Sampling(processors=processors, **settings)  # type: ignore[misc]
 
+    @overload  # a text is a sequence of texts too, for types; `_is_list` knows better
+    def generate(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        prompt: Prompt,
+        *,
+        n: Literal[1] = 1,
+        logprobs: bool = False,
+        streamer: Streamer | None = None,
+        batch_size: int = 16,
+        **options: Unpack[Options],
+    ) -> Output: ...
+
+    @overload
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Sequence[Prompt],
         *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        chat: bool | None = None,
-        **settings: Unpack[Settings],
-    ) -> Output:
-        """One answer to one prompt.
+        n: Literal[1] = 1,
+        logprobs: bool = False,
+        streamer: None = None,
+        batch_size: int = 16,
+        **options: Unpack[Options],
+    ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        n: int,
+        logprobs: bool = False,
+        streamer: None = None,
+        batch_size: int = 16,
+        **options: Unpack[Options],
+    ) -> list[Output] | list[list[Output]]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        n: int = 1,
+        logprobs: bool = False,
+        streamer: Streamer | None = None,
+        batch_size: int = 16,
+        **options: Unpack[Options],
+    ) -> Output | list[Output] | list[list[Output]]:
+        """An answer to a prompt; a list of them for a list of prompts, or for `n` samples; a list of lists for both.
+
+        Prompt i of P is sample `sample + i` of the keyed noise, and its j-th sample `sample + i + j * P`: any of them
+        can be had alone. Up to `batch_size` answers share each forward. A single prompt that begins as the last one
+        and its answer do (a conversation's next turn) is read from where it parts from them.
+
+        Arguments:
+            n: samples of each prompt.
+            logprobs: of the answers' tokens, in `Output.logprobs`.
+            streamer: for a single answer, transformers' `TextStreamer` or anything with its two methods.
 
         Raises:
-            InputError: the prompt or a setting is outside what is accepted.
+            InputError: a prompt or a setting is outside what is accepted.
         """
-        ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
-        answer = timed(self.rounds(ids, self.sampling(**settings), stopping))
-        return self.output(answer, len(ids), stopping)
+        if type(n) is not int or n < 1:
+            raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+        if type(batch_size) is not int or batch_size < 1:
+            raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        many = _is_list(prompt)
+        if streamer is not None and (many or n > 1):
+            raise InputError("a streamer takes a single answer: give one prompt and n=1")
+        prompts = cast("Sequence[Prompt]", prompt if many else [prompt])
+        requests = self._requests(prompts, n, options)
+        memory = None if many or n > 1 else self._memory
+        collected, begun = [_Collected(logprobs) for _ in requests], time.perf_counter()
+        if streamer is not None:
+            streamer.put(torch.tensor([requests[0].prompt]))
+        for number, round_ in generate_many(
+            self.target, self.drafter, self.policy, requests, batch_size, with_logits=logprobs, memory=memory
+        ):
+            collected[number].add(round_)
+            if streamer is not None:
+                streamer.put(torch.tensor(round_.tokens))
+        if streamer is not None:
+            streamer.end()
+        seconds = time.perf_counter() - begun
+        work = sum(one.milliseconds for one in collected)
+        outputs = [
+            self.output(Answer(one.rounds, seconds * one.milliseconds / work), len(request.prompt), request.stop,
+                        one.logprobs)
+            for one, request in zip(collected, requests, strict=True)
+        ]  # fmt: skip
+        if n == 1:
+            return outputs if many else outputs[0]
+        by_prompt = [outputs[i :: len(prompts)] for i in range(len(prompts))]
+        return by_prompt if many else by_prompt[0]
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 256,
-        stop: str | Sequence[str] = (),
-        chat: bool | None = None,
-        **settings: Unpack[Settings],
-    ) -> Iterator[str]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[str]:
         """The text of `generate` piece by piece, whole characters only. Raises what `generate` raises."""
-        ids, stopping = self.encode(prompt, chat), self.stopping(max_new_tokens, stop)
-        text = TextStream(stopping, self.decode)
-        for round_ in self.rounds(ids, self.sampling(**settings), stopping):
+        request = self._requests([prompt], 1, options)[0]
+        text = TextStream(request.stop, self.decode)
+        for _, round_ in generate_many(self.target, self.drafter, self.policy, [request], 1, memory=self._memory):
             yield text.feed(round_)
 
-    def output(self, answer: Answer, prompt_tokens: int, stop: Stop) -> Output:
+    def _requests(self, prompts: Sequence[Prompt], n: int, options: Options) -> list[Request]:
+        """n requests for each prompt, the first samples of all of them first."""
+        settings = dict(options)
+        max_new_tokens, stop = settings.pop("max_new_tokens", 256), settings.pop("stop", ())
+        chat = settings.pop("chat", None)
+        # popped above: what is left are `Settings`, which the types of dictionaries cannot say
+        sampling = self.sampling(**settings)  # type: ignore[arg-type]
+        stopping = self.stopping(max_new_tokens, stop)  # type: ignore[arg-type]
+        ids = [self.encode(prompt, chat) for prompt in prompts]  # type: ignore[arg-type]
+        return [
+            Request(ids[i % len(ids)], replace(sampling, sample=sampling.sample + i), stopping)
+            for i in range(n * len(ids))
+        ]
+
+    def output(self, answer: Answer, prompt_tokens: int, stop: Stop, logprobs: list[float] | None = None) -> Output:
         """An answer's rounds as an `Output`."""
         text = self.decode(answer.tokens)
         cut = stop.cut(text)
@@ -208,6 +327,7 @@ class Model:
             tau=tau([answer]),
             rounds=answer.rounds,
             seconds=answer.seconds,
+            logprobs=logprobs,
         )
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
@@ -230,6 +350,32 @@ class Model:
         return ids
 
 
+class _Collected:
+    """The rounds of one answer as they arrive, without the logits that they came with."""
+
+    def __init__(self, with_logprobs: bool) -> None:
+        self.rounds: list[Round] = []
+        self.logprobs: list[float] | None = [] if with_logprobs else None
+
+    def add(self, round_: Round) -> None:
+        if self.logprobs is not None:
+            assert round_.logits_TV is not None, "the rounds came with their logits"
+            logprobs_TV = round_.logits_TV.double().log_softmax(-1)
+            self.logprobs += logprobs_TV[range(len(round_.tokens)), round_.tokens].tolist()
+        self.rounds.append(replace(round_, logits_TV=None))
+
+    @property
+    def milliseconds(self) -> float:
+        return sum(round_.draft_ms + round_.verify_ms + round_.other_ms for round_ in self.rounds)
+
+
+def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Several prompts, or one? A list of texts or of lists is several; a list of messages or token ids is one."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return isinstance(prompt[0], str) or (isinstance(prompt[0], Sequence) and not isinstance(prompt[0], bytes))
+
+
 def _checked_message(message: object) -> dict[str, str]:
     if isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str):
         return {"role": message["role"], "content": message["content"]}
@@ -243,33 +389,38 @@ def load(
     backend: str = "auto",
     dtype: str | torch.dtype | None = None,
     tree: str | Policy = "auto",
+    device: str | torch.device | None = None,
 ) -> Model:
     """A model that decodes with a head.
 
     Arguments:
-        target: a folder in transformers format, a GGUF file, or "smollm2".
-        head: a head's folder, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None ("none") for plain decoding.
+        target: a folder in transformers format, a GGUF file, a hub id (downloaded once), or "smollm2".
+        head: a head's folder, a hub id, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None ("none") for plain
+            decoding.
         backend: "native" (the compiled CPU core), "eager" (transformers), or "auto": native where it supports the
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
-        dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager) or "float64" (eager).
+        dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
+            "float16" (eager, on a GPU).
         tree: a `Policy`, or "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
+        device: "cpu" (default), or a GPU like "cuda": the eager back end then.
 
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
     """
-    chosen = choose_backend(backend, dtype)
+    place = choose_device(device)
+    chosen = choose_backend(backend, dtype, place)
     if not isinstance(tree, Policy) and tree != "auto":
         tree = parse_policy(tree)  # refused now, not after loading
-    loaded, tokenizer = _load_target(target, chosen, may_fall_back=backend == "auto")
+    loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
     policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec)
     return Model(loaded, tokenizer, attach_head(head, loaded), policy)
 
 
 def _load_target(
-    name: str, dtype: torch.dtype | str, may_fall_back: bool
+    name: str, dtype: torch.dtype | str, device: torch.device, may_fall_back: bool
 ) -> tuple[Target[Any], PreTrainedTokenizerBase]:
     if isinstance(dtype, torch.dtype):
-        return load_target(name, dtype)
+        return load_target(name, dtype, device)
     try:
         return load_native(name, dtype)
     except Unsupported:
@@ -301,7 +452,26 @@ def choose_policy(tree: str, spec: TargetSpec) -> Policy:
     return parse_policy(AUTO_TREES.get((spec.backend, spec.dtype), AUTO_TREE) if tree == "auto" else tree)
 
 
-def choose_backend(backend: str, dtype: str | torch.dtype | None) -> torch.dtype | str:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device of a name; the CPU where none is given.
+
+    Raises:
+        InputError: there is no such device here.
+    """
+    try:
+        chosen = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"unknown device {device!r}: give cpu, cuda or cuda:N") from error
+    count = torch.cuda.device_count()
+    if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and (chosen.index or 0) >= count):
+        here = "cpu" if count == 0 else f"cpu, cuda and cuda:0 to cuda:{count - 1}"
+        raise InputError(f"there is no device {str(device)!r} that eyas runs on here: it runs on {here}")
+    return chosen
+
+
+def choose_backend(
+    backend: str, dtype: str | torch.dtype | None, device: torch.device | None = None
+) -> torch.dtype | str:
     """What to load: a torch dtype for the eager back end, the name of a form of weights for the native one.
 
     Raises:
@@ -312,9 +482,13 @@ def choose_backend(backend: str, dtype: str | torch.dtype | None) -> torch.dtype
         raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
     if name is not None and name not in (*DTYPES, *native.WEIGHTS):
         raise InputError(f"unknown dtype {name!r}: give one of {', '.join(dict.fromkeys((*DTYPES, *native.WEIGHTS)))}")
-    if backend == "native" or (
-        backend == "auto" and native.fast_kernels() and (name is None or name in native.WEIGHTS)
-    ):
+    on_cpu = device is None or device.type == "cpu"
+    if backend == "native" and not on_cpu:
+        raise InputError(f"the native back end runs on the CPU, got the device {str(device)!r}: give --backend eager")
+    if name == "float16" and on_cpu:
+        raise InputError("float16 is for GPUs: on a CPU give bfloat16, int8 or float32")
+    fits = on_cpu and native.fast_kernels() and (name is None or name in native.WEIGHTS)
+    if backend == "native" or (backend == "auto" and fits):
         weights = name or "bfloat16"
         if weights not in native.WEIGHTS:
             raise InputError(f"the native back end runs {' or '.join(native.WEIGHTS)}, got {weights!r}")

@@ -317,6 +317,11 @@ NB_MODULE(_native, m) {
                 require(path[i] < self.pending && path[i] >= (i ? path[i - 1] + 1 : 0), "no such path");
             }
             self.keep(path);
+        })
+        .def("rewind", [](Cache &self, int length) {
+            require(length >= 0 && length <= self.length, "no such length");
+            self.length = length;
+            self.pending = 0;
         });
 
     nb::class_<PyModel>(m, "Model")
@@ -363,7 +368,13 @@ NB_MODULE(_native, m) {
              nb::arg("reads"), nb::arg("last_only"),
              "Trees, one after the other -> logits [rows, vocab] and states [nodes, reads, width].");
 
-    nb::class_<DraftState>(m, "DraftState").def_prop_ro("length", [](const DraftState &s) { return s.cache.length; });
+    nb::class_<DraftState>(m, "DraftState")
+        .def_prop_ro("length", [](const DraftState &s) { return s.cache.length; })
+        .def("rewind", [](DraftState &self, int length) {
+            require(length >= 0 && length <= self.cache.length, "no such length");
+            self.cache.length = length;
+            self.ancestors.clear();
+        });
 
     nb::class_<PyDraft>(m, "Draft")
         .def(

@@ -69,6 +69,10 @@ class Drafter(ABC, Generic[StateT]):
         """
 
     @abstractmethod
+    def rewind(self, state: StateT, length: int) -> None:
+        """Forget all but the first `length` of the observed tokens, and all speculation; `observe` comes next."""
+
+    @abstractmethod
     def can_propose(self, token: int) -> bool:
         """Is the target token `token` in the draft vocabulary?"""
 

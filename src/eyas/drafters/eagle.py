@@ -57,6 +57,9 @@ class Eagle(nn.Module, Drafter[DraftState]):
         x_KD = self._fuse(torch.tensor(tokens), state.hidden_RD[list(rows)])
         return self._candidates(state.deepen(self.block, x_KD, x_KD, rows), width)
 
+    def rewind(self, state: DraftState, length: int) -> None:
+        state.rewind(length)
+
     def can_propose(self, token: int) -> bool:
         return 0 <= token < self.config.vocab_size
 

@@ -75,6 +75,9 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         a_KE = self._attention_input(torch.tensor(tokens), g_KD)
         return self._candidates(state.deepen(self.block, g_KD, a_KE, rows), width)
 
+    def rewind(self, state: DraftState, length: int) -> None:
+        state.rewind(length)
+
     def can_propose(self, token: int) -> bool:
         return 0 <= token < self.config.vocab_size if self._draft_set is None else token in self._draft_set
 

@@ -156,6 +156,11 @@ class DraftState:
         self.hidden_RD = torch.cat((self.hidden_RD, hidden_KD))
         return hidden_KD
 
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` verified pairs; no rows until pairs are absorbed again."""
+        assert 0 <= length <= self.length, (length, self.length)
+        self.length, self.level, self._ancestors = length, 0, []
+
     def _run(self, block: Block, x_TD: Tensor, a_TE: Tensor, slot: int, positions_T: Tensor, mask_TS: Tensor) -> Tensor:
         attention = block.self_attn
         end = slot + len(x_TD)

@@ -53,6 +53,9 @@ class NativeDrafter(Drafter["DraftState"]):
         chosen, nodes = np.array(rows, dtype=np.int32), np.array(tokens, dtype=np.int32)
         return _candidates(*self._draft.expand(state, chosen, nodes, width))
 
+    def rewind(self, state: DraftState, length: int) -> None:
+        state.rewind(length)
+
     def can_propose(self, token: int) -> bool:
         return self._head.can_propose(token) if self._draft_set is None else token in self._draft_set
 

@@ -75,6 +75,10 @@ class Target(ABC, Generic[CacheT]):
     def keep(self, cache: CacheT, path: Sequence[int]) -> None:
         """Keep the keys and values of the nodes on `path` (root first), drop those of all other nodes."""
 
+    @abstractmethod
+    def rewind(self, cache: CacheT, length: int) -> None:
+        """Forget all but the first `length` tokens, of those that were kept."""
+
     @property
     @abstractmethod
     def embedding_VD(self) -> Tensor:

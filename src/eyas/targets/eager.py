@@ -168,6 +168,10 @@ class EagerTarget(Target[EagerCache]):
         cache.length = old + len(path)
         cache.pending = 0
 
+    def rewind(self, cache: EagerCache, length: int) -> None:
+        assert 0 <= length <= cache.length, (length, cache.length)
+        cache.length, cache.pending = length, 0
+
     @property
     def embedding_VD(self) -> Tensor:
         return self.model.get_submodule("model.embed_tokens").get_parameter("weight")

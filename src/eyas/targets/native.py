@@ -108,6 +108,9 @@ class NativeTarget(Target["Cache"]):
     def keep(self, cache: Cache, path: Sequence[int]) -> None:
         cache.keep(list(path))
 
+    def rewind(self, cache: Cache, length: int) -> None:
+        cache.rewind(length)
+
     @property
     def embedding_VD(self) -> Tensor:
         return _bfloat16(self._arrays["embedding"])

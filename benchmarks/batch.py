@@ -1,0 +1,77 @@
+"""Throughput of many prompts that share their forwards: tokens per second by batch size, and each answer its own.
+
+    python benchmarks/batch.py WORKLOAD [--dtype int8] [--head smollm2-eagle3 --tree chain:2] [--batch 1 16 64]
+
+Every batch size answers the same prompts, taken in turns of the largest batch, so that a machine that drifts slows all
+alike; the prompts' own forwards are inside the time. Prompt i is sample i. Answers must equal those of the first batch
+size token for token, save where the back end rounds differently for another batch shape. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+import eyas
+from eyas.bench import machine, read_workload, versions
+from eyas.generate import Request
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("workload", type=Path)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--backend", default="native")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--head")
+    parser.add_argument("--tree", default="auto")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 32, 64])
+    parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    arguments = parser.parse_args()
+
+    model = eyas.load(
+        arguments.target, arguments.head, backend=arguments.backend, dtype=arguments.dtype, tree=arguments.tree
+    )
+    stop = model.stopping(arguments.max_new_tokens)
+    requests = [
+        Request(model.encode(item.text), model.sampling(temperature=arguments.temperature, sample=i), stop)
+        for i, item in enumerate(read_workload(arguments.workload, arguments.limit))
+    ]
+    answer(model, requests[:2], 2)
+    seconds = dict.fromkeys(arguments.batch, 0.0)
+    tokens: dict[int, list[list[int]]] = {batch: [] for batch in arguments.batch}
+    turn = max(arguments.batch)
+    for first in tqdm(range(0, len(requests), turn), unit="turn"):
+        for batch in arguments.batch:
+            begun = time.perf_counter()
+            tokens[batch] += answer(model, requests[first : first + turn], batch)
+            seconds[batch] += time.perf_counter() - begun
+    rows = []
+    base = arguments.batch[0]
+    print(f"{'batch':>5} {'tokens/s':>9} {'ratio':>6} {'identical':>9}")
+    for batch in arguments.batch:
+        speed = sum(map(len, tokens[batch])) / seconds[batch]
+        same = sum(a == b for a, b in zip(tokens[base], tokens[batch], strict=True))
+        rows.append({"batch": batch, "tokens_per_second": speed, "identical": same})
+        print(f"{batch:5} {speed:9.1f} {speed / rows[0]['tokens_per_second']:6.2f} {same:5}/{len(requests)}")
+    settings = {key: str(value) for key, value in vars(arguments).items() if key != "batch"}
+    print(json.dumps({"machine": machine(), "versions": versions(), **settings, "rows": rows}))
+    return 0
+
+
+def answer(model: eyas.Model, requests: list[Request], batch: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in requests]
+    for number, round_ in model.many_rounds(requests, batch):
+        found[number] += round_.tokens
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
