@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from eyas import native
 from eyas.drafters.native import NativeDrafter
 from eyas.errors import InputError, Unsupported
-from eyas.generate import generate, generate_plain
+from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
 from eyas.measure import timed
 from eyas.policies import parse_policy
 from eyas.sampling import Sampling
@@ -340,3 +340,45 @@ def test_speculative_equals_plain_bit_for_bit(kind: str, family: str, weights: s
         assert drafted.tokens == plain.tokens
         for place in range(len(plain.tokens)):
             assert torch.equal(drafted.logits(place), plain.logits(place)), "not only the tokens are equal"
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_neighbours_and_earlier_turns_change_no_bit(weights: str) -> None:
+    """Seven answers in batches of three and of seven, and a second turn on the first one's keys and values."""
+    eager = tiny_target()
+    target, drafter = packed(eager, weights), NativeDrafter(untrained("eagle3", eager), weights)
+    policy = parse_policy("dynamic:levels=4,top_k=3,nodes=20")
+    requests = [Request(LONG[i : 20 + 9 * i], Sampling(0.8, sample=i), Stop(4 + 5 * (i % 4))) for i in range(7)]
+    alone = [timed(generate_plain(target, r.prompt, r.sampling, r.stop)) for r in requests]
+    for slots in (3, 7):  # 7 trees of 21 rows: more than one pass
+        for drafts in (drafter, None):
+            rounds: list[list[Round]] = [[] for _ in requests]
+            for number, round_ in generate_many(target, drafts, policy, requests, slots, with_logits=True):
+                rounds[number].append(round_)
+            for own, plain in zip(rounds, alone, strict=True):
+                assert [token for r in own for token in r.tokens] == plain.tokens
+                logits = [
+                    torch.cat([r.logits_TV for r in side if r.logits_TV is not None]) for side in (own, plain.rounds)
+                ]
+                assert torch.equal(*logits)
+    memory: Memory = Memory()
+    first = timed(generate(target, drafter, policy, LONG, Sampling(), Stop(20), memory=memory))
+    turn = [*LONG, *first.tokens, 9, 8]
+    again = timed(generate(target, drafter, policy, turn, Sampling(), Stop(20), memory=memory))
+    fresh = timed(generate(target, drafter, policy, turn, Sampling(), Stop(20)))
+    assert [(r.tree, r.path, r.tokens) for r in again.rounds] == [(r.tree, r.path, r.tokens) for r in fresh.rounds]
+
+
+def test_a_cache_goes_back_no_further_than_it_went() -> None:
+    eager = tiny_target()
+    target, drafter = packed(eager, "int8"), NativeDrafter(untrained("eagle3", eager), "int8")
+    cache = target.new_cache()
+    target.verify([(cache, Tree.chain(PROMPT))])
+    with pytest.raises(ValueError, match="length"):
+        target.rewind(cache, 1)  # nothing was kept yet
+    state = drafter.new_state()
+    with pytest.raises(ValueError, match="length"):
+        drafter.rewind(state, 1)
+    drafter.rewind(state, 0)
+    with pytest.raises(ValueError, match="row"):
+        drafter.expand(state, [0], [1], 2)
