@@ -169,6 +169,31 @@ def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, 
     assert run_json(capsys, *target, "--head", str(out))["token_ids"] == run_json(capsys, *target)["token_ids"]
 
 
+def test_train_a_head_of_two_layers(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(
+        "".join(json.dumps({"prompt_ids": [1, 9, n], "response_ids": [40 + n, 50, 60, 2]}) + "\n" for n in range(4, 12))
+    )
+    out = str(tmp_path / "head")
+    common = (
+        "train", "--target", str(folder / "target"), "--answers", str(answers), "--out", out, "--dtype", "float32",
+        "--draft-vocab", "64", "--steps", "2",
+    )  # fmt: skip
+    assert "1 to 5" in refused(capsys, *common, "--layers", "6")
+    assert "EAGLE-1" in refused(capsys, *common, "--layers", "2", "--kind", "eagle")
+    run_json(capsys, *common, "--layers", "2")
+    assert (Path(out) / "card.md").read_text().startswith("# eagle3 head of 2 layers for ")
+    found = run_json(capsys, "inspect", "--head", out)["head"]
+    assert (found["layers"], found["switches"]) == (2, [])
+    for backend in ("eager", *(("native",) if native.cpu_features() else ())):
+        target = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--backend", backend)
+        plain = run_json(capsys, *target, "--max-new-tokens", "12")
+        assert main([*target, "--max-new-tokens", "12", "--head", out, "--json"]) == 0
+        written = capsys.readouterr()
+        assert json.loads(written.out)["token_ids"] == plain["token_ids"]
+        assert ("drafts in PyTorch" in written.err) == (backend == "native")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

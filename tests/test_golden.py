@@ -59,8 +59,8 @@ def test_extension_and_chain(name: str, layout: str) -> None:
     tokens = golden["input.token_ids"][0].tolist()
     hidden_TLD = states(head, golden["input.hidden_states"])
     candidates = head.observe(state, tokens, hidden_TLD, width=4)
-    near(state._keys_GSC[:, :12], golden["extend.key"][0])
-    near(state._values_GSC[:, :12], golden["extend.value"][0])
+    near(state.memories[0].keys_GSC[:, :12], golden["extend.key"][0])
+    near(state.memories[0].values_GSC[:, :12], golden["extend.value"][0])
     near(state.hidden_RD, golden["extend.hidden"][0, -1:])
     near(logits(head, state.hidden_RD), golden["extend.logits"][0, -1:])
     if isinstance(head, Eagle3):
@@ -80,8 +80,8 @@ def test_extension_and_chain(name: str, layout: str) -> None:
         near(state.hidden_RD[-1], golden["chain.hidden"][0, step])
         near(logits(head, state.hidden_RD[-1:]), golden["chain.logits"][0, step : step + 1])
     assert int(candidates.tokens_KW[0, 0]) == chain[3]
-    near(state._keys_GSC[:, 12:15], golden["chain.key"][0])
-    near(state._values_GSC[:, 12:15], golden["chain.value"][0])
+    near(state.memories[0].keys_GSC[:, 12:15], golden["chain.key"][0])
+    near(state.memories[0].values_GSC[:, 12:15], golden["chain.value"][0])
 
 
 def dynamic_tree(golden: dict[str, torch.Tensor], prefix: str, tree: Tree) -> None:

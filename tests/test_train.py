@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_target
+from tiny import HEADS, VOCAB, shaken_head, tiny_target
 
 from eyas.data import Sequence
 from eyas.drafters.base import Batch
@@ -24,6 +24,7 @@ from eyas.policies import Chain
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.train import TrainConfig, Trainer, draft_vocabulary, make_batch, new_head, run
+from eyas.tree import Tree
 from eyas.verify import Stop
 
 PROMPTS = [[1, 5, 9, 3], [1, 7, 7], [1, 20, 33, 4, 8], [1, 50]]
@@ -38,10 +39,10 @@ def answers(target: EagerTarget, length: int = 24) -> list[Sequence]:
 
 
 def trainer(
-    kind: str, target: EagerTarget, sequences: Seq[Sequence], config: TrainConfig, noise: float = 0.0
+    kind: str, target: EagerTarget, sequences: Seq[Sequence], config: TrainConfig, noise: float = 0.0, layers: int = 1
 ) -> Trainer:
     vocabulary, _ = draft_vocabulary(sequences, 40, special_ids=(2,))
-    head = new_head(kind, target, vocabulary if kind == "eagle3" else None, steps=3, noise=noise)
+    head = new_head(kind, target, vocabulary if kind == "eagle3" else None, steps=3, noise=noise, layers=layers)
     return Trainer(head, Streamed(target, sequences, reads_for(head)), config, torch.float32, {})
 
 
@@ -49,12 +50,13 @@ def reads_for(head) -> tuple[int, ...]:
     return head.reads if head.kind == "eagle" else (*head.reads, 4)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("eagle", 800), ("eagle3", 300)])
-def test_overfitting_gives_accepted_drafts(kind: str, steps: int) -> None:
+@pytest.mark.parametrize(("kind", "steps", "layers"), [("eagle", 800, 1), ("eagle3", 300, 1), ("eagle3", 300, 2)])
+def test_overfitting_gives_accepted_drafts(kind: str, steps: int, layers: int) -> None:
     """The gate between training and serving: what was learned by heart is accepted when decoding."""
     target = tiny_target(torch.float32)
     sequences = answers(target)
-    learner = trainer(kind, target, sequences, TrainConfig(steps=steps, learning_rate=3e-3, warmup=20, clip=1.0))
+    config = TrainConfig(steps=steps, learning_rate=3e-3, warmup=20, clip=1.0)
+    learner = trainer(kind, target, sequences, config, layers=layers)
     for _ in range(steps):
         learner.train_step()
     head = learner.head.eval()
@@ -118,6 +120,40 @@ def test_the_training_time_test_drafts_as_the_engine_does() -> None:
                 candidates = head.expand(state, [step], [tokens[i + 2 + step]], width=40)
     _, metrics = head.loss(batch)
     torch.testing.assert_close(torch.stack([metrics[f"loss_{s}"] for s in (1, 2, 3)]), losses, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, *HEADS.values()], ids=["plain", *HEADS])
+def test_logits_in_training_are_those_of_drafting(settings: dict) -> None:
+    """At every depth, for every row of a padded batch, in float64."""
+    target = tiny_target()
+    head = shaken_head(target, list(range(40)), steps=4, **settings).double()
+    sequences = [*answers(target, 9), Sequence(tuple(range(3, 20)), 8)]
+    batch = make_batch(Streamed(target, sequences, reads_for(head)), range(len(sequences)), head.reads, seed=0)
+    rows = supervised_rows(batch.lengths_B, batch.starts_B)
+    trained = [head.lm_head(head.norm(h_SD)) for h_SD in head._rollout(batch, rows)]
+    assert len(trained) == 4
+    for row, (b, i) in enumerate(zip(rows.sequence_S.tolist(), rows.pair_S.tolist(), strict=True)):
+        tokens, state = list(sequences[b].tokens), head.new_state()
+        head.observe(state, tokens[1 : i + 2], batch.states_BTLD[b, : i + 1], width=1)
+        for step, logits_SQ in enumerate(trained):
+            if rows.valid(step)[row]:
+                drafted_Q = head.lm_head(head.norm(state.hidden_RD[-1]))
+                torch.testing.assert_close(logits_SQ[row], drafted_Q, rtol=0, atol=1e-9)
+                if i + 2 + step < len(tokens):
+                    head.expand(state, [step], [tokens[i + 2 + step]], width=1)
+    head.requires_grad_(True).loss(batch)[0].backward()
+    assert all(weight.grad is not None and bool(weight.grad.any()) for weight in head.parameters())
+
+
+def test_later_layers_start_as_the_identity() -> None:
+    target = tiny_target(torch.float32)
+    found = []
+    for layers in (1, 3):
+        head = new_head("eagle3", target, layers=layers).eval()
+        assert isinstance(head, Eagle3)
+        states_TLD = target.verify([(target.new_cache(), Tree.chain(PROMPTS[2]))], head.reads)[0].hidden_NLD
+        found.append(head.observe(head.new_state(), [*PROMPTS[2][1:], 9], states_TLD, VOCAB))
+    assert torch.equal(found[0].logprobs_KW, found[1].logprobs_KW)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -209,9 +245,15 @@ def test_an_absurd_recipe_is_refused() -> None:
         with pytest.raises(InputError):
             TrainConfig(**wrong)  # type: ignore[arg-type]
     target = tiny_target(torch.float32)
-    for settings in ({"steps": 0}, {"noise": math.nan}, {"noise": -1.0}, {"vocabulary_Q": torch.arange(VOCAB + 1)}):
+    for settings in (
+        {"steps": 0}, {"noise": math.nan}, {"noise": -1.0}, {"vocabulary_Q": torch.arange(VOCAB + 1)}, {"layers": 0},
+        {"layers": 6}, {"fc_norm": True, "norm_before_fc": True},
+    ):  # fmt: skip
         with pytest.raises(InputError):
             new_head("eagle3", target, **settings)
+    for settings in ({"layers": 2}, {"norm_output": True}):
+        with pytest.raises(InputError, match="EAGLE-1"):
+            new_head("eagle", target, **settings)
     with pytest.raises(InputError, match="a step takes 5"):
         trainer("eagle", target, answers(target, 6), TrainConfig(sequences=5))
     with pytest.raises(InputError, match="at least 2"):

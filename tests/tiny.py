@@ -6,7 +6,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from eyas.drafters.eagle3 import Eagle3
 from eyas.targets.eager import EagerTarget
+from eyas.train import new_head
 
 VOCAB = 61
 
@@ -49,6 +51,29 @@ def tiny_target(
         **FAMILY_SETTINGS[family],
     )
     return EagerTarget(AutoModelForCausalLM.from_config(config).to(dtype), "tiny")
+
+
+# EAGLE-3 heads beyond the plain one, as settings of `new_head`.
+HEADS: dict[str, dict[str, int | bool]] = {
+    "2 layers": {"layers": 2},
+    "3 layers": {"layers": 3},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "all": {"layers": 2, "fc_norm": True, "norm_output": True, "norm_before_residual": True},
+}
+
+
+def shaken_head(target: EagerTarget, vocabulary: list[int] | None = None, **settings: int | bool) -> Eagle3:
+    """An EAGLE-3 head of random weights: where training starts from, later layers and norms do next to nothing."""
+    head = new_head("eagle3", target, None if vocabulary is None else torch.tensor(vocabulary), **settings)
+    assert isinstance(head, Eagle3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    return head.eval().requires_grad_(False)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

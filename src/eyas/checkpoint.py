@@ -28,7 +28,7 @@ from eyas import native, packed
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
 from eyas.drafters.native import NativeDrafter
-from eyas.errors import InputError, one_line
+from eyas.errors import InputError, Unsupported, one_line
 from eyas.formats import build_head, read_head, write_head
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
@@ -186,8 +186,9 @@ def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
     return _read_head(name, target).to(target.spec.device, target.spec.dtype).eval().requires_grad_(False)
 
 
-def load_native_head(name: str, target: NativeTarget) -> NativeDrafter:
-    """A head that drafts for `target` on the native core, its weights in the target's form.
+def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Eagle | Eagle3:
+    """A head that drafts for `target` on the native core, its weights in the target's form; in PyTorch and float32
+    where the core does not know what the head does.
 
     Raises:
         InputError: as `load_head`.
@@ -197,7 +198,10 @@ def load_native_head(name: str, target: NativeTarget) -> NativeDrafter:
     if isinstance(head, Eagle):
         # an EAGLE-1 head multiplies by the target's own rows: some of them do, the most frequent ones of a shipped list
         ids_Q = frequent_tokens(name, target)
-    return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+    try:
+        return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+    except Unsupported:
+        return head
 
 
 def save_vocabulary(folder: Path, ids_Q: Tensor) -> None:

@@ -22,12 +22,14 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from eyas import bench, checkpoint, data, doctor, features, native, train
+from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError, one_line
 from eyas.measure import timed
 from eyas.model import BACKENDS, Model, TextStream, attach_head, choose_backend, choose_policy, load
 from eyas.policies import parse_policy
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
+from eyas.targets.native import NativeTarget
 
 EXIT_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 
@@ -142,6 +144,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     ]  # before anything slow, so that a typo costs no time
     plain = _load(arguments, None)
     drafters = {head: attach_head(head, plain.target) for head in {head for head, _ in specs}}
+    for head, drafter in drafters.items():
+        _say_if_slow(head, replace(plain, drafter=drafter))
     methods = [bench.Method(None, plain)]
     methods += [
         bench.Method(head, replace(plain, drafter=drafters[head], policy=choose_policy(tree, plain.target.spec)))
@@ -205,7 +209,12 @@ def _train(arguments: argparse.Namespace) -> int:
     vocabulary, covered = train.draft_vocabulary(training, size, target.spec.eos_ids)
     _say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
     head = train.new_head(
-        arguments.kind, target, vocabulary if arguments.kind == "eagle3" else None, arguments.ttt_steps, arguments.noise
+        arguments.kind,
+        target,
+        vocabulary if arguments.kind == "eagle3" else None,
+        arguments.ttt_steps,
+        arguments.noise,
+        arguments.layers,
     )
     reads = tuple(dict.fromkeys((*head.reads, target.spec.num_layers)))
     source: features.Features = features.Streamed(target, training, reads)
@@ -334,6 +343,9 @@ def _train_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ttt-steps", type=_count, default=4, help="EAGLE-3: simulated steps of the training-time test"
     )
+    parser.add_argument(
+        "--layers", type=_count, default=1, help="EAGLE-3: decoder layers, 1 to 5 (default %(default)s)"
+    )
     parser.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: uniform feature noise")
     parser.add_argument("--json", action="store_true")
     for field in fields(train.TrainConfig):
@@ -347,11 +359,18 @@ def _load(arguments: argparse.Namespace, head: str | None) -> Model:
     how = {name: getattr(arguments, name) for name in ("backend", "dtype", "tree", "device")}
     model = load(arguments.target, head, **how)
     _say(f"back end: {_backend(model)}")
+    _say_if_slow(head, model)
     if model.drafter is not None and arguments.tree == "auto":
         _say(f"tree: {model.policy} (not tuned for this machine)")
     if model.target.spec.repetition_penalty != 1 and arguments.repetition_penalty is None:
         _say(f"the model's own repetition_penalty {model.target.spec.repetition_penalty} applies to all methods")
     return model
+
+
+def _say_if_slow(head: str | None, model: Model) -> None:
+    if isinstance(model.drafter, Eagle3) and isinstance(model.target, NativeTarget):
+        _say(f"the head {head} drafts in PyTorch, which is slower: the native core knows EAGLE-3 heads of one layer "
+             f"without switches")  # fmt: skip
 
 
 def _load_eager(arguments: argparse.Namespace) -> tuple[EagerTarget, PreTrainedTokenizerBase]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from eyas import data
 from eyas.bench import read_workload
 from eyas.checkpoint import head_folder, load_head, target_fingerprint
-from eyas.formats import read_head
+from eyas.formats import layer_count, read_head, switches
 from eyas.measure import perplexity
 from eyas.model import Model, load
 from eyas.targets.eager import EagerTarget
@@ -39,10 +39,13 @@ def describe_target(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> 
 def describe_head(name: str) -> dict[str, object]:
     """A head's figures from its files alone, by name."""
     file = read_head(head_folder(name))
+    layered = file.kind == "eagle3"
     trained = [t for key, t in file.tensors.items() if key not in ("d2t", "t2d", "embed_tokens.weight")]
     return {
         "name": name,
         "kind": file.kind,
+        "layers": layer_count(file.tensors) if layered else 1,
+        "switches": [switch for switch, on in switches(file.config).items() if on] if layered else [],
         "width": file.config.get("hidden_size"),
         "reads": file.config.get("eyas_reads"),
         "draft_vocabulary": len(file.tensors["lm_head.weight"]) if "lm_head.weight" in file.tensors else None,

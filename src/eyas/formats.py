@@ -3,7 +3,8 @@
 A head is a folder with `config.json` and `model.safetensors` (or `pytorch_model.bin`, of which only tensors are read).
 The kind is detected from the tensors, and their shapes beat the config's fields: released configs carry wrong ones
 (`num_hidden_layers` 40, `torch_dtype` float16 over float32 weights). Missing and unknown tensors are refused by name.
-Legend: D width, Q draft vocabulary, V vocabulary.
+An EAGLE-3 head of several layers has no official layout: eyas writes vLLM's (`layers.0.*`, then plain `layers.N.*`)
+and reads its relatives. Legend: D width, Q draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,22 +23,31 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eyas.drafters.eagle import Eagle, EagleConfig
-from eyas.drafters.eagle3 import Eagle3, Eagle3Config
+from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
 from eyas.errors import InputError, one_line
 
 # Our module names and those of the official files, by prefix. Longest first where one contains another.
 _EAGLE_NAMES = {"fc.": "fc.", "block.": "layers.0."}
-_EAGLE3_NAMES = {
-    "fc.": "fc.",
-    "embedding_norm.": "midlayer.input_layernorm.",
-    "hidden_norm.": "midlayer.hidden_norm.",
-    "block.": "midlayer.",
-    "norm.": "norm.",
-    "lm_head.": "lm_head.",
-    "embedding.": "embed_tokens.",
+_SAME_NAMES = ("fc_norm.", "input_norm.", "fc.", "norm.", "lm_head.")
+_LAYER_NAME = re.compile(r"(?:(?:midlayer|layers)\.([0-9]{1,3})|midlayer)\.(.+)")
+_LEGACY_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+
+# Where a switch of an EAGLE-3 head stands in configs of the wild, besides its own key at the top.
+_SWITCH_ALIASES = {
+    "fc_norm": ("use_aux_norm",),
+    "norm_output": ("eagle_config.return_hidden_post_norm",),
+    "norm_before_residual": (),
+    "norm_before_fc": ("eagle_config.norm_before_fc",),
 }
-_NAMES = {"eagle": _EAGLE_NAMES, "eagle3": _EAGLE3_NAMES}
+
+
+def _eagle3_names(layers: int) -> dict[str, str]:
+    first = "midlayer." if layers == 1 else "layers.0."
+    names = {"embedding_norm.": f"{first}input_layernorm.", "hidden_norm.": f"{first}hidden_norm.", "block.": first}
+    for n in range(1, layers):
+        names |= {f"later.{n - 1}.norm.": f"layers.{n}.input_layernorm.", f"later.{n - 1}.block.": f"layers.{n}."}
+    return {**names, "embedding.": "embed_tokens.", **{name: name for name in _SAME_NAMES}}
 
 
 @dataclass(frozen=True)
@@ -65,9 +76,10 @@ def read_head(folder: Path) -> HeadFile:
     except (OSError, ValueError, SafetensorError, RuntimeError, EOFError, RecursionError) as error:
         raise InputError(f"cannot read the head in {str(folder)!r}: {one_line(error)}") from error
     tables = isinstance(config, dict) and isinstance(tensors, dict)
-    if not tables or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not tables or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()):
         raise InputError(f"cannot read the head in {str(folder)!r}: expected a JSON object and a table of tensors")
-    return HeadFile(_kind(folder, tensors), config, tensors)
+    kind = _kind(folder, tensors)
+    return HeadFile(kind, config, _eagle3_tensors(tensors) if kind == "eagle3" else tensors)
 
 
 def _no_number(text: str) -> float:
@@ -75,12 +87,59 @@ def _no_number(text: str) -> float:
 
 
 def _kind(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    if "midlayer.self_attn.q_proj.weight" in tensors:
+    if "midlayer.self_attn.q_proj.weight" in tensors or "midlayer.0.self_attn.q_proj.weight" in tensors:
+        return "eagle3"
+    if "layers.0.self_attn.q_proj.weight" in tensors and ("layers.0.hidden_norm.weight" in tensors or "d2t" in tensors):
         return "eagle3"
     if "fc.weight" in tensors and "layers.0.self_attn.q_proj.weight" in tensors and "lm_head.weight" not in tensors:
         return "eagle"
     raise InputError(f"the tensors in {str(folder)!r} are those of no EAGLE head: neither midlayer.* (EAGLE-3) nor "
                      f"fc and layers.0.* (EAGLE-1) were found")  # fmt: skip
+
+
+def _eagle3_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an EAGLE-3 head under the names that eyas writes, whatever layout they came in.
+
+    Layers are `midlayer.*`, `layers.N.*` (vLLM, speculators) or `midlayer.N.*` (TensorRT-LLM); the norm before a later
+    layer's attention is its `input_layernorm` or, in TensorRT-LLM, its `hidden_norm`.
+    """
+    layers = {name: _LAYER_NAME.fullmatch(name) for name in tensors}
+    single = not any(match and int(match[1] or 0) for match in layers.values())
+    found: dict[str, Tensor] = {}
+    for name, match in layers.items():
+        ours = _LEGACY_NAMES.get(name, name)
+        if match:
+            number, rest = int(match[1] or 0), match[2]
+            if number and rest == "hidden_norm.weight":
+                rest = "input_layernorm.weight"
+            ours = f"midlayer.{rest}" if single else f"layers.{number}.{rest}"
+        if ours in found:
+            raise InputError(f"the head holds {ours} twice, under two names")
+        found[ours] = tensors[name]
+    return found
+
+
+def layer_count(tensors: Iterable[str]) -> int:
+    """Decoder layers of an EAGLE-3 head, by its tensors' names (those that eyas writes)."""
+    matches = (_LAYER_NAME.fullmatch(name) for name in tensors)
+    return 1 + max((int(match[1] or 0) for match in matches if match), default=0)
+
+
+def switches(config: Mapping[str, object]) -> dict[str, bool]:
+    """Which norms of an EAGLE-3 head its config moves; those that it does not name are off.
+
+    Raises:
+        InputError: a switch is neither true nor false, or is both.
+    """
+    nested = config.get("eagle_config")
+    flat = {**{f"eagle_config.{k}": v for k, v in (nested if isinstance(nested, dict) else {}).items()}, **config}
+    found = {}
+    for switch in SWITCHES:
+        given = {key: flat[key] for key in (switch, *_SWITCH_ALIASES[switch]) if flat.get(key) is not None}
+        if not all(isinstance(value, bool) for value in given.values()) or len(set(given.values())) > 1:
+            raise InputError(f"the head's {switch} must be true or false, got {given}")
+        found[switch] = True in given.values()
+    return found
 
 
 def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_reads: tuple[int, ...]) -> Eagle | Eagle3:
@@ -117,7 +176,7 @@ def _build_eagle(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: t
         fc_bias="fc.bias" in tensors,
     )
     head = Eagle(config, own_rows.to(head_VD.dtype), head_VD)
-    _load(head, tensors, _EAGLE_NAMES)
+    _load(head, tensors)
     return head
 
 
@@ -125,6 +184,11 @@ def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: 
     tensors = dict(file.tensors)
     offsets = tensors.pop("d2t", None)
     tensors.pop("t2d", None)  # a mask that trainers use; all of it follows from d2t
+    layers = layer_count(tensors)
+    if "eyas_kind" in file.config and file.config.get("num_hidden_layers") != layers:
+        # other writers put the target's number there, so only eyas' own is believed
+        raise InputError(f"the head's num_hidden_layers is {file.config.get('num_hidden_layers')}, and its tensors are "
+                         f"those of {layers}")  # fmt: skip
     width, fc_width = _matrix(tensors, "fc.weight")
     if fc_width % len(reads):
         raise InputError(f"the head fuses {fc_width} numbers, which are not {len(reads)} states of one width")
@@ -134,17 +198,19 @@ def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: 
     if vocab_size != len(embedding_VD):
         raise InputError(f"the head embeds {vocab_size} tokens, and the target has {len(embedding_VD)}")
     config = Eagle3Config(
-        block=_block_config(file.config, tensors, "midlayer.", width),
+        block=_block_config(file.config, tensors, _eagle3_names(layers)["block."], width),
         reads=reads,
         target_width=fc_width // len(reads),
         vocab_size=vocab_size,
         draft_vocab_size=draft_size,
         own_embedding=own_embedding,
+        layers=layers,
+        **switches(file.config),
     )
     if not own_embedding:
         _check_width("EAGLE-3", width, embedding_VD.shape[1])
     head = Eagle3(config, embedding_VD, head_VD, _draft_vocabulary(offsets, draft_size, vocab_size))
-    _load(head, tensors, _EAGLE3_NAMES)
+    _load(head, tensors)
     return head
 
 
@@ -209,7 +275,8 @@ def _check_width(kind: str, width: int, target_width: int) -> None:
                          f"{target_width} wide: it was made for another target")  # fmt: skip
 
 
-def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
+    names = _head_names(head)
     wanted = {official_name(key, names): tensor for key, tensor in head.state_dict().items()}
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
@@ -222,6 +289,11 @@ def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor], names: Mapping[st
     head.load_state_dict({key: tensors[official_name(key, names)].float() for key in head.state_dict()})
 
 
+def _head_names(head: Eagle | Eagle3) -> Mapping[str, str]:
+    """Our prefixes of a head's parameters, and those of its files."""
+    return _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
+
+
 def official_name(key: str, names: Mapping[str, str]) -> str:
     """Our parameter name in the official layout."""
     prefix = next(prefix for prefix in names if key.startswith(prefix))
@@ -231,8 +303,9 @@ def official_name(key: str, names: Mapping[str, str]) -> str:
 def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], dtype: torch.dtype) -> None:
     """A head in the official layout, with what eyas records besides (`extra`) in its config; files land whole."""
     folder.mkdir(parents=True, exist_ok=True)
+    names = _head_names(head)
     tensors = {
-        official_name(key, _NAMES[head.kind]): tensor.detach().to(dtype).contiguous().cpu()
+        official_name(key, names): tensor.detach().to(dtype).contiguous().cpu()
         for key, tensor in head.state_dict().items()
     }
     block = head.config.block
@@ -247,7 +320,7 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         "num_attention_heads": block.heads,
         "num_key_value_heads": block.kv_heads,
         "head_dim": block.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 1 if isinstance(head, Eagle) else head.config.layers,
         "hidden_act": "silu",
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_theta,
@@ -260,6 +333,7 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         config |= {"bias": head.config.fc_bias, "qkv_bias": block.qkv_bias}
     else:
         config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
+        config |= {switch: value for switch, value in asdict(head.config).items() if switch in SWITCHES}
         ids_Q = head.draft_vocabulary_Q
         if ids_Q is not None:
             tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))

@@ -85,20 +85,30 @@ def draft_vocabulary(sequences: Seq[Sequence], size: int, special_ids: Seq[int])
 
 
 def new_head(
-    kind: str, target: EagerTarget, vocabulary_Q: Tensor | None = None, steps: int = 7, noise: float = 0.1
+    kind: str,
+    target: EagerTarget,
+    vocabulary_Q: Tensor | None = None,
+    steps: int = 7,
+    noise: float = 0.1,
+    layers: int = 1,
+    **switches: bool,
 ) -> Eagle | Eagle3:
     """An untrained head that starts from the target's last layer, its fusion from the identity on the highest state.
 
-    `steps` and `noise` are the objectives' own (training-time test, feature noise).
+    `steps` and `noise` are the objectives' own (training-time test, feature noise). `layers` and `switches` (those
+    of `Eagle3Config`) are for EAGLE-3; layers after the first start as the identity.
 
     Raises:
-        InputError: a setting that the objective cannot take, or a draft vocabulary larger than the target's.
+        InputError: a setting that the head or its objective cannot take, or a draft vocabulary larger than the
+            target's.
     """
     spec = target.spec
     if steps < 1:
         raise InputError(f"the training-time test needs at least 1 step, got {steps}")
     if not 0 <= noise <= 10:
         raise InputError(f"the feature noise must be between 0 and 10, got {noise}")
+    if kind == "eagle" and (layers != 1 or any(switches.values())):
+        raise InputError(f"an EAGLE-1 head has one layer and no switches, got {layers} layers and {switches}")
     if vocabulary_Q is not None and len(vocabulary_Q) > spec.vocab_size:
         raise InputError(f"the draft vocabulary has {len(vocabulary_Q)} tokens, the target's only {spec.vocab_size}")
     block = BlockConfig(
@@ -129,7 +139,7 @@ def new_head(
     else:
         reads = default_reads(spec.num_layers)
         size = spec.vocab_size if vocabulary_Q is None else len(vocabulary_Q)
-        config = Eagle3Config(block, reads, spec.width, spec.vocab_size, size, steps=steps)
+        config = Eagle3Config(block, reads, spec.width, spec.vocab_size, size, steps=steps, layers=layers, **switches)
         head = Eagle3(config, target.embedding_VD, target.head_VD, vocabulary_Q)
         fc = torch.cat((*[torch.zeros_like(identity_DD)] * (len(reads) - 1), identity_DD), dim=1)
         rows = slice(None) if vocabulary_Q is None else vocabulary_Q
@@ -140,6 +150,11 @@ def new_head(
             "norm.weight": final_norm_D,
             "lm_head.weight": target.head_VD[rows].detach().float(),
         }
+    # each later layer is the target's last one too, and its two writes to the residual begin at zero
+    silent = {key: torch.zeros_like(layer[key]) for key in ("self_attn.o_proj.weight", "mlp.down_proj.weight")}
+    for n in range(layers - 1):
+        start |= {f"later.{n}.block.{key}": value for key, value in {**layer, **silent}.items()}
+        start[f"later.{n}.norm.weight"] = input_norm_D
     start |= {f"block.self_attn.{name}_proj.weight": weight for name, weight in qkv.items()}
     start = {f"block.{key}": value for key, value in layer.items()} | start
     start = {key: value for key, value in start.items() if key in head.state_dict()}  # no biases, no q/k norms here
@@ -378,8 +393,9 @@ def _acceptance(metrics: dict[str, float]) -> str:
 def card(trainer: Trainer, target: str, made_for: Mapping[str, str], answers: str) -> str:
     """What people should know about a head: its training, and what it is for."""
     head, config = trainer.head, trainer.config
+    layers = f" of {head.config.layers} layers" if isinstance(head, Eagle3) and head.config.layers > 1 else ""
     drafts = f"{head.config.draft_vocab_size} of {head.config.vocab_size}" if isinstance(head, Eagle3) else "all"
-    return f"""# {head.kind} head for {target}
+    return f"""# {head.kind} head{layers} for {target}
 
 - Reads states {list(head.reads)} of the target (indices of transformers' `hidden_states`), drafts over {drafts} tokens.
 - Trained on features of dtype {made_for["dtype"]}; chat template {made_for["chat_template"]}, as the answers were made.

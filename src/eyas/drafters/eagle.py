@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear, smooth_l1_loss
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
-from eyas.drafters.layers import Block, BlockConfig, DraftState, attend_causally, supervised_rows
+from eyas.drafters.layers import Block, BlockConfig, DraftState, Rollout, supervised_rows
 
 FEATURE_WEIGHT, TOKEN_WEIGHT = 1.0, 0.1  # section 4.1
 
@@ -73,12 +73,7 @@ class Eagle(nn.Module, Drafter[DraftState]):
             uniform_BPD = torch.rand(features_BPD.shape, generator=generator, device=features_BPD.device)
             features_BPD = features_BPD + ((uniform_BPD * 2 - 1) * self.config.noise).to(features_BPD.dtype)
         x_BPD = self._fuse(batch.tokens_BT[:, 1:], features_BPD)
-        attention = self.block.self_attn
-        positions_P = torch.arange(x_BPD.shape[1], device=x_BPD.device)
-        keys_BPGC, values_BPGC = attention.keys(x_BPD, positions_P), attention.values(x_BPD)
-        queries_SHC = attention.queries(x_BPD[b, i], i)
-        attended_SHC = attend_causally(queries_SHC, rows, keys_BPGC, values_BPGC, [], [])
-        guess_SD = self.block.finish(x_BPD[b, i], attended_SHC)
+        guess_SD = Rollout(rows).absorb(self.block, x_BPD, x_BPD)
 
         truth_SD = batch.final_BTD[b, i + 1]
         feature_loss = smooth_l1_loss(guess_SD.float(), truth_SD.float())

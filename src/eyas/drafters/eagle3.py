@@ -1,24 +1,38 @@
 """The EAGLE-3 head: tokens only, trained on its own guesses (EAGLE-3, arXiv 2503.01840, section 3).
 
 g_i = fc([low, mid, high] states of token i). One block reads [norm(embedding(t_{i+1})), norm(g_i)] around the un-normed
-residual g_i; its output h, through a final norm and the head's own output matrix over a draft vocabulary, predicts
-t_{i+2}. In later steps h itself, before the final norm, takes the place of g. Legend: B sequences, T tokens, P pairs, S
-supervised rows, K nodes, L states, D width, E width of the attention input (2D), Q draft vocabulary.
+residual g_i; up to four plain layers may follow. The last output h, through a final norm and the head's own output
+matrix over a draft vocabulary, predicts t_{i+2}. In later steps h itself, before the final norm, takes the place of g.
+The switches of EAGLE-3.1 and its relatives move norms; all of them off is EAGLE-3. Legend: B sequences, T tokens, P
+pairs, S supervised rows, K nodes, L states, D width, E width of the attention input (2D), Q draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
-from eyas.drafters.layers import Block, BlockConfig, DraftState, RMSNorm, attend_causally, supervised_rows
+from eyas.drafters.layers import (
+    Block,
+    BlockConfig,
+    DraftState,
+    LaterLayer,
+    RMSNorm,
+    Rollout,
+    Supervised,
+    supervised_rows,
+)
+from eyas.errors import InputError
 
 STEP_DECAY = 0.8  # weight of step j is STEP_DECAY ** j, as in the official code
+MAX_LAYERS = 5
+SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # fields below, and keys in files
 
 
 @dataclass(frozen=True)
@@ -32,10 +46,22 @@ class Eagle3Config:
     draft_vocab_size: int  # Q
     own_embedding: bool = False  # the head brings its own embedding rows (its width differs from the target's)
     steps: int = 7  # training only: simulated steps of the training-time test
+    layers: int = 1  # the first reads [embedding, hidden], those after it are plain
+    fc_norm: bool = False  # a norm on each state before the fusion
+    norm_output: bool = False  # later steps read the output after the final norm
+    norm_before_residual: bool = False  # the first layer's residual is normed too
+    norm_before_fc: bool = False  # one norm on the states side by side, before the fusion
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.layers <= MAX_LAYERS:
+            raise InputError(f"an EAGLE-3 head has 1 to {MAX_LAYERS} decoder layers, got {self.layers}")
+        if self.fc_norm and self.norm_before_fc:
+            raise InputError("an EAGLE-3 head norms its states one by one (fc_norm) or side by side (norm_before_fc), "
+                             "not both")  # fmt: skip
 
 
 class Eagle3(nn.Module, Drafter[DraftState]):
-    """Fusion of three states, one block, and an output head over a draft vocabulary."""
+    """Fusion of three states, one layer or several, and an output head over a draft vocabulary."""
 
     kind = "eagle3"
 
@@ -49,10 +75,15 @@ class Eagle3(nn.Module, Drafter[DraftState]):
             raise ValueError(f"the draft vocabulary has {c.draft_vocab_size} tokens, got {len(draft_vocabulary_Q)} ids")
         self.config = config
         self.reads = config.reads
-        self.fc = nn.Linear(len(c.reads) * c.target_width, c.block.width, bias=False)
+        fused = len(c.reads) * c.target_width
+        norms = [RMSNorm(c.target_width, c.block.norm_eps) for _ in c.reads] if c.fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
+        self.input_norm = RMSNorm(fused, c.block.norm_eps) if c.norm_before_fc else None
+        self.fc = nn.Linear(fused, c.block.width, bias=False)
         self.embedding_norm = RMSNorm(c.block.width, c.block.norm_eps)
         self.hidden_norm = RMSNorm(c.block.width, c.block.norm_eps)
         self.block = Block(c.block)
+        self.later = nn.ModuleList([LaterLayer(c.block) for _ in range(c.layers - 1)])
         self.norm = RMSNorm(c.block.width, c.block.norm_eps)
         self.lm_head = nn.Linear(c.block.width, c.draft_vocab_size, bias=False)
         self.embedding = nn.Embedding(c.vocab_size, c.block.width) if c.own_embedding else None
@@ -61,19 +92,17 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         self._draft_set = None if draft_vocabulary_Q is None else frozenset(draft_vocabulary_Q.tolist())
 
     def new_state(self) -> DraftState:
-        return DraftState()
+        return DraftState(self.config.layers)
 
     @torch.inference_mode()
     def observe(self, state: DraftState, tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
-        g_TD = self.fc(hidden_TLD.flatten(-2))
-        a_TE = self._attention_input(torch.tensor(tokens), g_TD)
-        return self._candidates(state.absorb(self.block, g_TD, a_TE), width)
+        x_TD, a_TE = self._inputs(torch.tensor(tokens), self._fuse(hidden_TLD))
+        return self._candidates(state.absorb(self.block, x_TD, a_TE, self._later), width)
 
     @torch.inference_mode()
     def expand(self, state: DraftState, rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates:
-        g_KD = state.hidden_RD[list(rows)]
-        a_KE = self._attention_input(torch.tensor(tokens), g_KD)
-        return self._candidates(state.deepen(self.block, g_KD, a_KE, rows), width)
+        x_KD, a_KE = self._inputs(torch.tensor(tokens), self._fed_back(state.hidden_RD[list(rows)]))
+        return self._candidates(state.deepen(self.block, x_KD, a_KE, rows, self._later), width)
 
     def rewind(self, state: DraftState, length: int) -> None:
         state.rewind(length)
@@ -91,25 +120,9 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         rows = supervised_rows(batch.lengths_B, batch.starts_B)
         b, i = rows.sequence_S, rows.pair_S
         p_SQ, known_S = self._target_probabilities(batch.final_BTD[b, i + 1])
-        attention = self.block.self_attn
-        g_BPD = self.fc(batch.states_BTLD[:, :-1].flatten(-2))
-        a_BPE = self._attention_input(batch.tokens_BT[:, 1:], g_BPD)
-        positions_P = torch.arange(g_BPD.shape[1], device=g_BPD.device)
-        keys_BPGC, values_BPGC = attention.keys(a_BPE, positions_P), attention.values(a_BPE)
-        own_keys: list[Tensor] = []  # [S, G, C] of each later step
-        own_values: list[Tensor] = []
-        h_SD, a_SE = g_BPD[b, i], a_BPE[b, i]
-        loss = h_SD.new_zeros((), dtype=torch.float32)
+        loss = p_SQ.new_zeros((), dtype=torch.float32)
         metrics = {}
-        for step in range(self.config.steps):
-            if step > 0:
-                tokens_S = batch.tokens_BT[b, (i + 1 + step).clamp_max(batch.tokens_BT.shape[1] - 1)]
-                a_SE = self._attention_input(tokens_S, h_SD)
-                own_keys.append(attention.keys(a_SE, i + step))
-                own_values.append(attention.values(a_SE))
-            queries_SHC = attention.queries(a_SE, i + step)
-            attended_SHC = attend_causally(queries_SHC, rows, keys_BPGC, values_BPGC, own_keys, own_values)
-            h_SD = self.block.finish(h_SD, attended_SHC)
+        for step, h_SD in enumerate(self._rollout(batch, rows)):
             step_loss, accepted = self._step_loss(h_SD, p_SQ, known_S, rows.valid(step), step)
             loss = loss + STEP_DECAY**step * step_loss
             metrics[f"loss_{step + 1}"] = step_loss.detach()
@@ -117,6 +130,18 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         return loss, metrics
 
     forward = loss  # torch calls a module through this name
+
+    def _rollout(self, batch: Batch, rows: Supervised) -> Iterator[Tensor]:
+        """The rows' output in each step of the training-time test, before the final norm: [S, D]."""
+        memory = Rollout(rows)
+        x_BPD, a_BPE = self._inputs(batch.tokens_BT[:, 1:], self._fuse(batch.states_BTLD[:, :-1]))
+        h_SD = memory.absorb(self.block, x_BPD, a_BPE, self._later)
+        yield h_SD
+        for step in range(1, self.config.steps):
+            places_S = (rows.pair_S + 1 + step).clamp_max(batch.tokens_BT.shape[1] - 1)
+            x_SD, a_SE = self._inputs(batch.tokens_BT[rows.sequence_S, places_S], self._fed_back(h_SD))
+            h_SD = memory.deepen(self.block, x_SD, a_SE, self._later)
+            yield h_SD
 
     def _target_probabilities(self, final_SD: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distribution restricted to the draft vocabulary, and whether its best token lies in it."""
@@ -140,10 +165,28 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         accepted = ((logits.detach().argmax(-1) == p.argmax(-1)) & trained).sum() / supervised
         return loss, accepted
 
-    def _attention_input(self, tokens: Tensor, g: Tensor) -> Tensor:
+    @property
+    def _later(self) -> list[LaterLayer]:
+        return cast("list[LaterLayer]", list(self.later))  # torch's types do not say what a ModuleList holds
+
+    def _fuse(self, states: Tensor) -> Tensor:
+        """g of true target states: [.., L, D of the target] -> [.., D]."""
+        if self.config.fc_norm:
+            states = torch.stack([norm(states[..., n, :]) for n, norm in enumerate(self.fc_norm)], dim=-2)
+        flat = states.flatten(-2)
+        return self.fc(flat if self.input_norm is None else self.input_norm(flat))
+
+    def _fed_back(self, h: Tensor) -> Tensor:
+        """What the next step reads in the place of g: [.., D]."""
+        return self.norm(h) if self.config.norm_output else h
+
+    def _inputs(self, tokens: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The first layer's residual [.., D] and attention input [.., E]."""
         weight = self.embedding_VD if self.embedding is None else self.embedding.weight
         embedded = embedding(tokens.to(g.device), weight).to(g.dtype)
-        return torch.cat((self.embedding_norm(embedded), self.hidden_norm(g)), dim=-1)
+        normed = self.hidden_norm(g)
+        residual = normed if self.config.norm_before_residual else g
+        return residual, torch.cat((self.embedding_norm(embedded), normed), dim=-1)
 
     def _candidates(self, hidden_KD: Tensor, width: int) -> Candidates:
         return best_candidates(self.lm_head(self.norm(hidden_KD)), width, self.draft_vocabulary_Q)

@@ -1,14 +1,15 @@
 """The one decoder block that EAGLE heads are made of, and the memory of one drafted sequence.
 
 A Llama-style block with two differences: its attention may read a wider input than its residual (EAGLE-3 reads
-[embedding, hidden], 2D wide), and what is normed before attention is the head's business, not the block's. Legend: T
-rows, D width, E width of the attention input, H heads, G key/value heads, C head dimension.
+[embedding, hidden], 2D wide), and what is normed before attention is the head's business, not the block's. Layers after
+a head's first are plain Llama layers. Legend: T rows, D width, E width of the attention input, H heads, G key/value
+heads, C head dimension; in training B sequences, P pairs, S supervised rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
+        wide = _wide(x)
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32 or better."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class Attention(nn.Module):
@@ -101,6 +107,30 @@ class Block(nn.Module):
         return y_TD + self.mlp(self.post_attention_layernorm(y_TD))
 
 
+class LaterLayer(nn.Module):
+    """A layer after a head's first: Llama's own, whose attention reads the normed output of the layer before."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.block = Block(replace(config, attention_width=config.width))
+
+
+# One block over some rows: (number of the layer, block, residual [.., D], attention input [.., E]) -> output [.., D].
+Through = Callable[[int, Block, Tensor, Tensor], Tensor]
+
+
+def run_layers(first: Block, later: Sequence[LaterLayer], x: Tensor, a: Tensor, through: Through) -> Tensor:
+    """A head's layers one upon the other, from the first one's residual and attention input to the last one's output.
+
+    `through` says which rows look at which: drafting and training differ in that and in nothing else.
+    """
+    hidden = through(0, first, x, a)
+    for number, layer in enumerate(later, start=1):
+        hidden = through(number, layer.block, hidden, layer.norm(hidden))
+    return hidden
+
+
 def rotate(x_TGC: Tensor, positions_T: Tensor, theta: float) -> Tensor:
     """Llama's rotary embedding: the first half of C is paired with the second; angles in float32."""
     half = x_TGC.shape[-1] // 2
@@ -111,35 +141,56 @@ def rotate(x_TGC: Tensor, positions_T: Tensor, theta: float) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+class Memory:
+    """Keys and values of one layer, by slot: [G, slots, C], with room to grow."""
+
+    def __init__(self) -> None:
+        self.keys_GSC = torch.empty(0)
+        self.values_GSC = torch.empty(0)
+
+    def write(self, slot: int, keys_TGC: Tensor, values_TGC: Tensor) -> None:
+        """Put rows at `slot` and after; what stood there before is overwritten."""
+        end = slot + len(keys_TGC)
+        if self.keys_GSC.numel() == 0 or end > self.keys_GSC.shape[1]:
+            grown = keys_TGC.new_empty(2, keys_TGC.shape[1], end + _GROWTH, keys_TGC.shape[2])
+            if slot:
+                grown[0, :, :slot], grown[1, :, :slot] = self.keys_GSC[:, :slot], self.values_GSC[:, :slot]
+            self.keys_GSC, self.values_GSC = grown[0], grown[1]
+        self.keys_GSC[:, slot:end] = keys_TGC.transpose(0, 1)
+        self.values_GSC[:, slot:end] = values_TGC.transpose(0, 1)
+
+
 class DraftState:
     """What a head remembers of one sequence.
 
-    Kept: keys and values of `length` verified pairs, made from true target states. For one round only: rows, row 0
-    being the last verified pair and row r > 0 the r-th expanded node, whose keys and values stand at `length + r - 1`.
+    Kept: keys and values of `length` verified pairs in every layer, made from true target states. For one round only:
+    rows, row 0 being the last verified pair and row r > 0 the r-th expanded node, whose keys and values stand at
+    `length + r - 1`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 1) -> None:
         self.length = 0
         self.level = 0  # levels expanded in this round
-        self.hidden_RD = torch.empty(0)
+        self.hidden_RD = torch.empty(0)  # outputs of the last layer
+        self.memories = [Memory() for _ in range(layers)]
         self._ancestors: list[list[int]] = []  # per row, the tree rows that it sees: its ancestors and itself
-        self._keys_GSC = torch.empty(0)
-        self._values_GSC = torch.empty(0)
 
-    def absorb(self, block: Block, x_TD: Tensor, a_TE: Tensor) -> Tensor:
-        """Run verified pairs through the block, drop the round before, and start a new one; the last row's output."""
+    def absorb(self, block: Block, x_TD: Tensor, a_TE: Tensor, later: Sequence[LaterLayer] = ()) -> Tensor:
+        """Run verified pairs through the layers, drop the round before, start a new one; the last row's output."""
         num = len(x_TD)
         positions_T = torch.arange(self.length, self.length + num, device=x_TD.device)
         mask = positions_T[:, None] >= torch.arange(self.length + num, device=x_TD.device)
-        hidden_TD = self._run(block, x_TD, a_TE, self.length, positions_T, mask)
+        hidden_TD = self._run(block, later, x_TD, a_TE, self.length, positions_T, mask)
         self.length += num
         self.level = 0
         self.hidden_RD = hidden_TD[-1:]
         self._ancestors = [[]]
         return self.hidden_RD
 
-    def deepen(self, block: Block, x_KD: Tensor, a_KE: Tensor, rows: Sequence[int]) -> Tensor:
-        """Run one level of nodes through the block; each sees all verified pairs, its ancestors and itself.
+    def deepen(
+        self, block: Block, x_KD: Tensor, a_KE: Tensor, rows: Sequence[int], later: Sequence[LaterLayer] = ()
+    ) -> Tensor:
+        """Run one level of nodes through the layers; each sees all verified pairs, its ancestors and itself.
 
         All nodes of a level share one position, one less than that of their tokens, as pairs do (algorithm 1.2.2).
         """
@@ -151,7 +202,7 @@ class DraftState:
             self._ancestors.append([*self._ancestors[row], slots + k])
             mask[k, [self.length + slot for slot in self._ancestors[-1]]] = True
         positions_K = torch.full((len(rows),), self.length + self.level, device=x_KD.device)
-        hidden_KD = self._run(block, x_KD, a_KE, self.length + slots, positions_K, mask.to(x_KD.device))
+        hidden_KD = self._run(block, later, x_KD, a_KE, self.length + slots, positions_K, mask.to(x_KD.device))
         self.level += 1
         self.hidden_RD = torch.cat((self.hidden_RD, hidden_KD))
         return hidden_KD
@@ -161,29 +212,32 @@ class DraftState:
         assert 0 <= length <= self.length, (length, self.length)
         self.length, self.level, self._ancestors = length, 0, []
 
-    def _run(self, block: Block, x_TD: Tensor, a_TE: Tensor, slot: int, positions_T: Tensor, mask_TS: Tensor) -> Tensor:
-        attention = block.self_attn
+    def _run(
+        self,
+        first: Block,
+        later: Sequence[LaterLayer],
+        x_TD: Tensor,
+        a_TE: Tensor,
+        slot: int,
+        positions_T: Tensor,
+        mask_TS: Tensor,
+    ) -> Tensor:
         end = slot + len(x_TD)
-        self._write(slot, attention.keys(a_TE, positions_T), attention.values(a_TE))
-        queries_HTC = attention.queries(a_TE, positions_T).transpose(0, 1)
-        attended_HTC = scaled_dot_product_attention(
-            queries_HTC[None],
-            self._keys_GSC[None, :, :end],
-            self._values_GSC[None, :, :end],
-            attn_mask=mask_TS,
-            enable_gqa=True,
-        )[0]
-        return block.finish(x_TD, attended_HTC.transpose(0, 1))
 
-    def _write(self, slot: int, keys_TGC: Tensor, values_TGC: Tensor) -> None:
-        end = slot + len(keys_TGC)
-        if self._keys_GSC.numel() == 0 or end > self._keys_GSC.shape[1]:
-            grown = keys_TGC.new_empty(2, keys_TGC.shape[1], end + _GROWTH, keys_TGC.shape[2])
-            if slot:
-                grown[0, :, :slot], grown[1, :, :slot] = self._keys_GSC[:, :slot], self._values_GSC[:, :slot]
-            self._keys_GSC, self._values_GSC = grown[0], grown[1]
-        self._keys_GSC[:, slot:end] = keys_TGC.transpose(0, 1)
-        self._values_GSC[:, slot:end] = values_TGC.transpose(0, 1)
+        def through(number: int, block: Block, x_TD: Tensor, a_TE: Tensor) -> Tensor:
+            attention, memory = block.self_attn, self.memories[number]
+            memory.write(slot, attention.keys(a_TE, positions_T), attention.values(a_TE))
+            queries_HTC = attention.queries(a_TE, positions_T).transpose(0, 1)
+            attended_HTC = scaled_dot_product_attention(
+                queries_HTC[None],
+                memory.keys_GSC[None, :, :end],
+                memory.values_GSC[None, :, :end],
+                attn_mask=mask_TS,
+                enable_gqa=True,
+            )[0]
+            return block.finish(x_TD, attended_HTC.transpose(0, 1))
+
+        return run_layers(first, later, x_TD, a_TE, through)
 
 
 @dataclass(frozen=True)
@@ -214,6 +268,60 @@ def supervised_rows(lengths_B: Tensor, starts_B: Tensor) -> Supervised:
     return Supervised(torch.cat(sequences), torch.cat(pairs), torch.cat(last))
 
 
+class Rollout:
+    """What the rows of a batch remember in training: `DraftState` for all of them at once, with gradients.
+
+    In every layer: keys and values of all true pairs, and of each later step of the rows.
+    """
+
+    def __init__(self, rows: Supervised) -> None:
+        self._rows = rows
+        self._step = 0
+        self._true: list[tuple[Tensor, Tensor]] = []  # by layer, keys and values: [B, P, G, C]
+        self._own: list[tuple[list[Tensor], list[Tensor]]] = []  # by layer, of each later step: [S, G, C]
+
+    def absorb(self, block: Block, x_BPD: Tensor, a_BPE: Tensor, later: Sequence[LaterLayer] = ()) -> Tensor:
+        """Run the true pairs through the layers; the rows' outputs, [S, D]."""
+        batch, pairs = x_BPD.shape[:2]
+        positions_P = torch.arange(pairs, device=x_BPD.device)
+
+        def through(number: int, block: Block, x_BPD: Tensor, a_BPE: Tensor) -> Tensor:
+            attention, last = block.self_attn, number == len(later)
+            keys_BPGC, values_BPGC = attention.keys(a_BPE, positions_P), attention.values(a_BPE)
+            self._true.append((keys_BPGC, values_BPGC))
+            self._own.append(([], []))
+            # the last layer's output is read at the rows only; a layer below another is read at every pair
+            rows = self._rows if last else _every_pair(batch, pairs, x_BPD.device)
+            b, i = rows.sequence_S, rows.pair_S
+            attended_SHC = attend_causally(attention.queries(a_BPE[b, i], i), rows, keys_BPGC, values_BPGC, [], [])
+            hidden_SD = block.finish(x_BPD[b, i], attended_SHC)
+            return hidden_SD if last else hidden_SD.unflatten(0, (batch, pairs))
+
+        return run_layers(block, later, x_BPD, a_BPE, through)
+
+    def deepen(self, block: Block, x_SD: Tensor, a_SE: Tensor, later: Sequence[LaterLayer] = ()) -> Tensor:
+        """Run the rows' next step through the layers; [S, D]."""
+        self._step += 1
+        positions_S = self._rows.pair_S + self._step
+
+        def through(number: int, block: Block, x_SD: Tensor, a_SE: Tensor) -> Tensor:
+            attention, (own_keys, own_values) = block.self_attn, self._own[number]
+            own_keys.append(attention.keys(a_SE, positions_S))
+            own_values.append(attention.values(a_SE))
+            queries_SHC = attention.queries(a_SE, positions_S)
+            attended_SHC = attend_causally(queries_SHC, self._rows, *self._true[number], own_keys, own_values)
+            return block.finish(x_SD, attended_SHC)
+
+        return run_layers(block, later, x_SD, a_SE, through)
+
+
+def _every_pair(batch: int, pairs: int, device: torch.device) -> Supervised:
+    """All pairs of a batch as rows, in order; those of padding too, which no true pair sees."""
+    pair_S = torch.arange(pairs, device=device).repeat(batch)
+    sequence_S = torch.arange(batch, device=device).repeat_interleave(pairs)
+    return Supervised(sequence_S, pair_S, torch.full_like(pair_S, pairs - 1))
+
+
 def attend_causally(
     queries_SHC: Tensor,
     rows: Supervised,
@@ -235,12 +343,12 @@ def attend_causally(
     keys_BPHC, values_BPHC = (x.repeat_interleave(groups, dim=2) for x in (keys_BPGC, values_BPGC))
     scores_BHPP = queries_BPHC.transpose(1, 2) @ keys_BPHC.permute(0, 2, 3, 1) * scale
     future_PP = torch.ones(pairs, pairs, dtype=torch.bool, device=scores_BHPP.device).triu(1)
-    scores_BHPP = scores_BHPP.float().masked_fill(future_PP, -torch.inf)
+    scores_BHPP = _wide(scores_BHPP).masked_fill(future_PP, -torch.inf)
     own_SHJ = [(queries_SHC * k.repeat_interleave(groups, dim=1)).sum(-1, keepdim=True) * scale for k in own_keys]
     if not own_SHJ:
         return (scores_BHPP.softmax(-1).to(values_BPHC.dtype) @ values_BPHC.transpose(1, 2)).transpose(1, 2)[b, i]
-    own_BPHJ = queries_SHC.new_zeros(batch, pairs, queries_SHC.shape[1], len(own_SHJ), dtype=torch.float32)
-    own_BPHJ = own_BPHJ.index_put((b, i), torch.cat(own_SHJ, dim=-1).float())
+    own_BPHJ = queries_SHC.new_zeros(batch, pairs, queries_SHC.shape[1], len(own_SHJ), dtype=scores_BHPP.dtype)
+    own_BPHJ = own_BPHJ.index_put((b, i), _wide(torch.cat(own_SHJ, dim=-1)))
     weights = torch.cat((scores_BHPP, own_BPHJ.transpose(1, 2)), dim=-1).softmax(-1).to(values_BPHC.dtype)
     attended_SHC = (weights[..., :pairs] @ values_BPHC.transpose(1, 2)).transpose(1, 2)[b, i]
     own_weights_SHJ = weights[..., pairs:].transpose(1, 2)[b, i]

@@ -8,6 +8,7 @@ all of its hits at a sixth of the cost (FR-Spec, arXiv 2502.14856).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,9 @@ from torch import Tensor
 from eyas import native
 from eyas.drafters.base import Batch, Candidates, Drafter
 from eyas.drafters.eagle import Eagle
-from eyas.drafters.eagle3 import Eagle3
+from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
+from eyas.errors import Unsupported
 from eyas.native import Arrays
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ class NativeDrafter(Drafter["DraftState"]):
 
         Raises:
             InputError: there is no compiled core.
+            Unsupported: the head has several layers, or norms that the core does not know.
         """
+        if isinstance(head, Eagle3):
+            _refuse_unknown(head.config)
         self.kind, self.reads = head.kind, head.reads
         self._head = head
         if isinstance(head, Eagle3):
@@ -61,6 +66,13 @@ class NativeDrafter(Drafter["DraftState"]):
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         return self._head.loss(batch)
+
+
+def _refuse_unknown(config: Eagle3Config) -> None:
+    on = [switch for switch in SWITCHES if asdict(config)[switch]]
+    if config.layers > 1 or on:
+        raise Unsupported(f"the native back end drafts with plain EAGLE-3 heads of one layer; this one has "
+                          f"{config.layers} and {', '.join(on) or 'no switches'}")  # fmt: skip
 
 
 def _candidates(tokens: np.ndarray, logprobs: np.ndarray) -> Candidates:
