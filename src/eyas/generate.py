@@ -60,7 +60,7 @@ def generate(
         InputError: the prompt is empty, or fills the target's context.
     """
     tokens, stop = list(prompt), _within_context(target, prompt, stop)
-    cache, state = target.new_cache(), drafter.new_state()
+    cache, state = target.new_cache(), drafter.new_state(tokens[0])
     clock = _Clock()
     verified = _read_prompt(target, cache, tokens, drafter.reads)
     clock.lap("verify")
