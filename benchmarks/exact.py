@@ -1,8 +1,9 @@
 """Is drafted decoding what transformers itself would have written? Greedy, prompt by prompt, token by token.
 
     python benchmarks/exact.py --target smollm2 --head smollm2-eagle3 --limit 20 --max-new-tokens 96 WORKLOAD.jsonl ...
+    python benchmarks/exact.py --target MODEL.gguf --head none lookup --repetition-penalty 1.1 WORKLOAD.jsonl ...
 
-Compares `eyas` with a head against `model.generate(do_sample=False)` of transformers. A difference is explained where
+Compares `eyas` with each head with `model.generate(do_sample=False)` of transformers. A difference is explained where
 both logits at that place lie within the dtype's rounding of each other and the decision was closer than twice that.
 Ends with one JSON line; exit code 1 where a difference is not explained.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -20,9 +21,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import eyas
+from eyas import native
 from eyas.bench import machine, read_workload, versions
 from eyas.checkpoint import target_folder
 from eyas.measure import Divergence, judge, rounding, timed
+from eyas.model import attach_head
 from eyas.sampling import Prefix
 
 
@@ -30,58 +33,80 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="+", type=Path)
     parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--head", default="smollm2-eagle3")
+    parser.add_argument("--head", nargs="+", default=["smollm2-eagle3"], help="none is plain decoding")
     parser.add_argument("--tree", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=None)
     arguments = parser.parse_args()
 
-    model = eyas.load(arguments.target, arguments.head, backend="eager", dtype=arguments.dtype, tree=arguments.tree)
-    reference = AutoModelForCausalLM.from_pretrained(target_folder(arguments.target), dtype=model.target.spec.dtype)
+    native.ask_threads(arguments.threads)
+    plain = eyas.load(arguments.target, backend="eager", dtype=arguments.dtype, tree=arguments.tree)
+    models = {head: replace(plain, drafter=attach_head(head, plain.target, plain.tokenizer)) for head in arguments.head}
+    sampling = plain.sampling(repetition_penalty=arguments.repetition_penalty)
+    reference = AutoModelForCausalLM.from_pretrained(target_folder(arguments.target), dtype=plain.target.spec.dtype)
     rows, failed = [], 0
     for path in arguments.workloads:
         items = read_workload(path, arguments.limit)
-        differences = []
+        differences: dict[str, list[dict[str, object]]] = {head: [] for head in models}
         for item in tqdm(items, desc=path.stem, unit="prompt"):
-            found = compare(model, reference, item.text, arguments.max_new_tokens)
-            if found is not None:
-                differences.append({"id": item.id, **asdict(found)})
-                failed += not found.explained
-        rows.append({"workload": path.stem, "prompts": len(items), "equal": len(items) - len(differences)})
-        rows[-1]["differences"] = differences
-        print(f"{path.stem:20} {rows[-1]['equal']}/{len(items)} equal to transformers; differences: {differences}")
-    settings = {key: getattr(arguments, key) for key in ("target", "head", "dtype", "max_new_tokens")}
-    settings["tree"] = str(model.policy)
+            ids = plain.encode(item.text)
+            theirs = reference_answer(reference, ids, sampling, arguments.max_new_tokens)
+            for head, model in models.items():
+                found = compare(model, ids, theirs, sampling, arguments.max_new_tokens)
+                if found is not None:
+                    differences[head].append({"id": item.id, **asdict(found)})
+                    failed += not found.explained
+        for head, found in differences.items():
+            row = {"workload": path.stem, "head": head, "prompts": len(items), "equal": len(items) - len(found)}
+            rows.append({**row, "differences": found})
+            print(f"{path.stem:20} {head:20} {row['equal']}/{len(items)} equal to transformers; differences: {found}")
+    settings = {
+        key: getattr(arguments, key) for key in ("target", "head", "dtype", "max_new_tokens", "repetition_penalty")
+    }
+    settings["tree"] = str(plain.policy)
     print(json.dumps({"machine": machine(), "versions": versions(), **settings, "rows": rows, "unexplained": failed}))
     return 1 if failed else 0
 
 
 @torch.inference_mode()
-def compare(model: eyas.Model, reference: torch.nn.Module, text: str, max_new_tokens: int) -> Divergence | None:
-    """One prompt by both; the first difference, judged."""
-    ids = model.encode(text)
-    answer = timed(model.rounds(ids, eyas.Sampling(), model.stopping(max_new_tokens), with_logits=True))
+def reference_answer(
+    reference: torch.nn.Module, ids: list[int], sampling: eyas.Sampling, max_new_tokens: int
+) -> tuple[list[int], tuple[torch.Tensor, ...]]:
+    """What transformers writes after a prompt, and the logits of each token before penalties."""
     output = reference.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
         do_sample=False,
+        repetition_penalty=sampling.repetition_penalty,
         max_new_tokens=max_new_tokens,
         output_logits=True,
         return_dict_in_generate=True,
     )
-    expected = output.sequences[0, len(ids) :].tolist()
-    ours = answer.tokens
+    return output.sequences[0, len(ids) :].tolist(), output.logits
+
+
+def compare(
+    model: eyas.Model,
+    ids: list[int],
+    theirs: tuple[list[int], tuple[torch.Tensor, ...]],
+    sampling: eyas.Sampling,
+    max_new_tokens: int,
+) -> Divergence | None:
+    """The first difference of our answer from theirs, judged."""
+    answer = timed(model.rounds(ids, sampling, model.stopping(max_new_tokens), with_logits=True))
+    ours, (expected, logits) = answer.tokens, theirs
     if ours == expected:
         return None
     position = next(i for i in range(len(ours) + 1) if ours[i : i + 1] != expected[i : i + 1])
     if position >= min(len(ours), len(expected)):
         return Divergence(position, None, None, None, None, explained=False)
-    theirs_V = output.logits[position][0].to(model.target.spec.dtype)  # generate hands out float32
-    ours_V = answer.logits(position)
-    tokens = (expected[position], ours[position])
+    theirs_V = logits[position][0].to(model.target.spec.dtype)  # generate hands out float32
     prefix = Prefix([*ids, *ours[:position]], len(ids))
-    return judge(theirs_V, ours_V, tokens, eyas.Sampling(), prefix, rounding(model.target.spec))
+    tokens = (expected[position], ours[position])
+    return judge(theirs_V, answer.logits(position), tokens, sampling, prefix, rounding(model.target.spec))
 
 
 if __name__ == "__main__":

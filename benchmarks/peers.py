@@ -64,7 +64,9 @@ def main() -> int:
         engines[f"eyas plain {dtype}"] = ours(model)
         for method in arguments.method:
             head, _, tree = method.partition("@")
-            drafting = replace(model, drafter=attach_head(head, model.target), policy=parse_policy(tree))
+            drafting = replace(
+                model, drafter=attach_head(head, model.target, model.tokenizer), policy=parse_policy(tree)
+            )
             engines[f"eyas {Path(head).name} {tree} {dtype}"] = ours(drafting)
     assert model is not None
     end = list(model.target.spec.eos_ids)

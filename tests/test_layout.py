@@ -14,7 +14,7 @@ FLOORS = [
     ["targets.eager"],
     ["targets.native"],
     ["drafters.base", "drafters.layers"],
-    ["drafters.eagle", "drafters.eagle3"],
+    ["drafters.eagle", "drafters.eagle3", "drafters.lookup", "drafters.small_model"],
     ["drafters.native"],
     ["policies", "verify", "formats"],
     ["checkpoint", "generate", "data"],

@@ -14,7 +14,7 @@ import torch
 from tiny import FAMILY_SETTINGS, VOCAB, tiny_target
 from torch import Tensor
 
-from eyas.drafters.base import Batch, Candidates, Drafter
+from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
 from eyas.measure import Answer, alpha_by_depth, tau, timed
@@ -56,9 +56,10 @@ class Oracle(Drafter):
     reads = (1, 2, 4)
     shown: list[tuple[list[int], Tensor]] = field(default_factory=list)  # what `observe` was given
 
-    def new_state(self) -> list[list[int]]:
+    def new_state(self, first: int | None = None) -> list[list[int]]:
         """The texts that end in the rows of this round, the first one verified."""
-        return [list(PROMPT[:1])]
+        assert first is not None
+        return [[first]]
 
     def observe(self, state: list[list[int]], tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
         self.shown.append((list(tokens), hidden_TLD))
@@ -78,9 +79,6 @@ class Oracle(Drafter):
 
     def can_propose(self, token: int) -> bool:
         return True
-
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        raise AssertionError("an oracle is not trained")
 
 
 def both(

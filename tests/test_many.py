@@ -15,6 +15,8 @@ from transformers import TextStreamer
 import eyas
 from eyas import bench
 from eyas.drafters.base import Drafter
+from eyas.drafters.lookup import Lookup
+from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError
 from eyas.generate import Memory, Request, generate, generate_many, generate_plain
 from eyas.measure import timed
@@ -45,6 +47,14 @@ def texts(target: EagerTarget) -> Model:
     """A tiny model with a tokenizer, float64."""
     model = tiny_target(vocab=260)
     return Model(model, tiny_tokenizer(), new_head("eagle3", model).double().eval(), parse_policy(POLICIES[2]))
+
+
+def drafter_of(kind: str, target: EagerTarget) -> Drafter:
+    if kind == "lookup":
+        return Lookup()
+    if kind == "small":
+        return SmallModel(tiny_target(seed=1, layers=2))
+    return new_head(kind, target).double().eval()
 
 
 def requests(temperature: float, count: int = 6) -> list[Request]:
@@ -140,10 +150,10 @@ def test_a_bad_prompt_costs_no_forward(target: EagerTarget) -> None:
     assert not watched.rows
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", None])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "lookup", "small", None])
 def test_the_next_turn_is_read_from_where_it_parts(target: EagerTarget, kind: str | None) -> None:
     """Same tokens, same trees, as if nothing had been kept; and no row is computed twice but one."""
-    drafter = None if kind is None else new_head(kind, target).double().eval()
+    drafter = None if kind is None else drafter_of(kind, target)
     policy, sampling, stop = parse_policy(POLICIES[2]), Sampling(0.9, seed=3), Stop(14)
     memory, watched = Memory(), Watched(target)
     first = [1, 8, 4, 4, 30, 7, 9]

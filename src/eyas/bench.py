@@ -38,7 +38,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """`plain`, `eagle`, `eagle2` (an EAGLE-1 head under a dynamic tree) or `eagle3`."""
+        """`plain`, `lookup`, `small`, `eagle`, `eagle2` (an EAGLE-1 head under a dynamic tree) or `eagle3`."""
         if self.model.drafter is None:
             return "plain"
         if self.model.drafter.kind == "eagle" and isinstance(self.model.policy, Dynamic):

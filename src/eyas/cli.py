@@ -143,7 +143,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         _method(text, arguments.tree) for text in arguments.method
     ]  # before anything slow, so that a typo costs no time
     plain = _load(arguments, None)
-    drafters = {head: attach_head(head, plain.target) for head in {head for head, _ in specs}}
+    drafters = {head: attach_head(head, plain.target, plain.tokenizer) for head in {head for head, _ in specs}}
     for head, drafter in drafters.items():
         _say_if_slow(head, replace(plain, drafter=drafter))
     methods = [bench.Method(None, plain)]
@@ -257,13 +257,19 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="the demo target with a shipped head beside plain decoding")
     _common(demo, target="smollm2", max_new_tokens=96)
-    demo.add_argument("--head", default="smollm2-eagle3", help="a shipped head or a folder (default %(default)s)")
+    demo.add_argument(
+        "--head",
+        default="smollm2-eagle3",
+        help="a shipped head, a folder, lookup, or small:TARGET (default %(default)s)",
+    )
     demo.add_argument("--limit", type=_count, default=None, help="only the first N prompts")
     demo.set_defaults(run=_demo)
 
     generate = commands.add_parser("generate", help="answer one prompt")
     _common(generate, target=None, max_new_tokens=256)
-    generate.add_argument("--head", type=_head, default=None, help="a shipped head, a folder, or none (default)")
+    generate.add_argument(
+        "--head", type=_head, default=None, help="a shipped head, a folder, lookup, small:TARGET, or none (default)"
+    )
     source = generate.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the prompt's text")
     source.add_argument("--prompt-file", help="a file with the prompt; - is standard input")
@@ -402,9 +408,10 @@ def _head(text: str) -> str | None:
 
 
 def _method(text: str, default_tree: str) -> tuple[str, str]:
-    """HEAD[@TREE], both checked; a folder's own name may hold an @."""
-    head, _, tree = (text, "", "") if Path(text).is_dir() or "@" not in text else text.rpartition("@")
-    checkpoint.head_folder(head)
+    """HEAD[@TREE], both checked; the name of a folder or file may hold an @."""
+    whole = "@" not in text or Path(text.removeprefix(checkpoint.SMALL)).exists()
+    head, _, tree = (text, "", "") if whole else text.rpartition("@")
+    checkpoint.check_head(head)
     tree = tree or default_tree
     if tree != "auto":
         parse_policy(tree)  # refused now, not after loading

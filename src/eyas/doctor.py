@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eyas import data
 from eyas.bench import read_workload
-from eyas.checkpoint import head_folder, load_head, target_fingerprint
+from eyas.checkpoint import LOOKUP, SMALL, head_folder, load_small_target, target_fingerprint
+from eyas.drafters.lookup import LONGEST, Lookup
+from eyas.drafters.small_model import SmallModel
 from eyas.formats import layer_count, read_head, switches
 from eyas.measure import perplexity
-from eyas.model import Model, load
+from eyas.model import Model, attach_head, load
 from eyas.targets.eager import EagerTarget
 
 
@@ -38,6 +41,12 @@ def describe_target(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> 
 
 def describe_head(name: str) -> dict[str, object]:
     """A head's figures from its files alone, by name."""
+    if name == LOOKUP:
+        return {"name": name, "kind": Lookup.kind, "longest_match": LONGEST, "parameters": 0}
+    if name.startswith(SMALL):
+        target, tokenizer = load_small_target(name, "eager", torch.float32)
+        assert isinstance(target, EagerTarget), type(target)
+        return describe_target(target, tokenizer) | {"name": name, "kind": SmallModel.kind}
     file = read_head(head_folder(name))
     layered = file.kind == "eagle3"
     trained = [t for key, t in file.tensors.items() if key not in ("d2t", "t2d", "embed_tokens.weight")]
@@ -58,7 +67,9 @@ def describe_head(name: str) -> dict[str, object]:
 
 def fit(name: str, target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """Does the head fit the target? Raises InputError where it cannot be loaded; else lists what differs."""
-    load_head(name, target)
+    attach_head(name, target, tokenizer)
+    if name == LOOKUP or name.startswith(SMALL):
+        return {"fits": True, "findings": []}
     made_for = describe_head(name)["made_for"]
     found = target_fingerprint(target, tokenizer)
     if not isinstance(made_for, dict):

@@ -207,17 +207,17 @@ class _Sequence(Generic[CacheT, StateT]):
         """Caches, empty or with the beginning of an earlier text; the first place that is still to be read."""
         target, drafter = self._engine.target, self._engine.drafter
         kept = memory.take() if memory is not None else None
-        self._state = None if drafter is None else drafter.new_state()
-        if kept is None:
+        common = 0 if kept is None else _common(kept[0], self._tokens)
+        if kept is None or common == 0:
             self.cache = target.new_cache()
+            self._state = None if drafter is None else drafter.new_state(self._tokens[0])
             return 0
-        text, self.cache, state, num_pairs = kept
+        _, self.cache, self._state, num_pairs = kept
         # the states of the last common token are read again: the pair that they open has another second half now
-        start = max(_common(text, self._tokens) - 1, 0)
-        if drafter is not None and state is not None:
-            start = min(start, num_pairs)
-            self._state, self._num_pairs = state, start
-            drafter.rewind(state, start)
+        start = common - 1
+        if drafter is not None and self._state is not None:
+            start = self._num_pairs = min(start, num_pairs)
+            drafter.rewind(self._state, start)
         target.rewind(self.cache, start)
         return start
 

@@ -18,8 +18,18 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from eyas import native
-from eyas.checkpoint import DTYPES, load_head, load_native, load_native_head, load_target
+from eyas.checkpoint import (
+    DTYPES,
+    LOOKUP,
+    SMALL,
+    load_head,
+    load_native,
+    load_native_head,
+    load_small,
+    load_target,
+)
 from eyas.drafters.base import Drafter
+from eyas.drafters.lookup import Lookup
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
 from eyas.measure import Answer, tau
@@ -395,8 +405,8 @@ def load(
 
     Arguments:
         target: a folder in transformers format, a GGUF file, a hub id (downloaded once), or "smollm2".
-        head: a head's folder, a hub id, a shipped name ("smollm2-eagle3", "smollm2-eagle"), or None ("none") for plain
-            decoding.
+        head: a head's folder, a hub id, a shipped name ("smollm2-eagle3", "smollm2-eagle"), "lookup" (n-grams of the
+            context), "small:" and a smaller model in the forms of `target`, or None ("none") for plain decoding.
         backend: "native" (the compiled CPU core), "eager" (transformers), or "auto": native where it supports the
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
@@ -413,7 +423,7 @@ def load(
         tree = parse_policy(tree)  # refused now, not after loading
     loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
     policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec)
-    return Model(loaded, tokenizer, attach_head(head, loaded), policy)
+    return Model(loaded, tokenizer, attach_head(head, loaded, tokenizer), policy)
 
 
 def _load_target(
@@ -429,14 +439,18 @@ def _load_target(
         return load_target(name, DTYPES[dtype])
 
 
-def attach_head(name: str | None, target: Target[Any]) -> Drafter[Any] | None:
+def attach_head(name: str | None, target: Target[Any], tokenizer: PreTrainedTokenizerBase) -> Drafter[Any] | None:
     """The drafter of a head's name or folder on a target's back end; None for plain decoding.
 
     Raises:
         InputError: see `load`.
     """
-    if name in (None, "none"):
+    if name is None or name == "none":
         return None
+    if name == LOOKUP:
+        return Lookup()
+    if name.startswith(SMALL):
+        return load_small(name, target, tokenizer)
     if isinstance(target, NativeTarget):
         return load_native_head(name, target)
     assert isinstance(target, EagerTarget), type(target)

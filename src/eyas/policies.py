@@ -8,6 +8,7 @@ nodes are draft nodes, the root not counted. Policies never see a model, drafter
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -190,6 +191,9 @@ def grow(
         token_lists, logprob_lists = candidates.tokens_KW.tolist(), candidates.logprobs_KW.tolist()
         for k, node in enumerate(frontier):
             below, logprobs = token_lists[k], logprob_lists[k]
+            if -math.inf in logprobs:  # fewer candidates than the others have
+                num = logprobs.index(-math.inf)
+                below, logprobs = below[:num], logprobs[:num]
             if policy.by_rank:
                 ranks = [rank for rank in range(len(below)) if policy.records((*paths[node], rank))]
                 paths += [(*paths[node], rank) for rank in ranks]

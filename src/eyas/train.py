@@ -1,4 +1,4 @@
-"""Training: batches of the target's own answers -> drafter.loss -> AdamW -> a head's folder.
+"""Training: batches of the target's own answers -> head.loss -> AdamW -> a head's folder.
 
 One loop for every kind of head; the objectives live with the heads. Float32 master weights, products in the target's
 dtype. Everything that a step does follows from (seed, step), so a run that was stopped goes on bit for bit. Refuses to

@@ -20,7 +20,10 @@ StateT = TypeVar("StateT")
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best W tokens below each of K nodes, best first: target ids, and their draft log-probabilities (float32)."""
+    """The best W tokens below each of K nodes, best first: target ids, and their draft log-probabilities (float32).
+
+    A row with fewer than W ends in log-probabilities of -inf: what stands there is no candidate. W may be 0.
+    """
 
     tokens_KW: Tensor
     logprobs_KW: Tensor
@@ -45,12 +48,15 @@ class Batch:
 class Drafter(ABC, Generic[StateT]):
     """Guesses continuations level by level. Holds weights only; a sequence's memory is its state."""
 
-    kind: str  # "eagle" or "eagle3"
+    kind: str  # "eagle", "eagle3", "lookup" or "small"
     reads: tuple[int, ...]  # the target states that `observe` wants, as indices of transformers' `hidden_states`
 
     @abstractmethod
-    def new_state(self) -> StateT:
-        """An empty state for one sequence."""
+    def new_state(self, first: int | None = None) -> StateT:
+        """An empty state for one sequence; `first` is its first token, which `observe` never gives.
+
+        Heads, whose pairs begin at the second token, ignore it.
+        """
 
     @abstractmethod
     def observe(self, state: StateT, tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
@@ -75,10 +81,6 @@ class Drafter(ABC, Generic[StateT]):
     @abstractmethod
     def can_propose(self, token: int) -> bool:
         """Is the target token `token` in the draft vocabulary?"""
-
-    @abstractmethod
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The training objective of this architecture (a scalar) and its metrics (detached scalars)."""
 
 
 def best_candidates(logits_KQ: Tensor, width: int, target_ids_Q: Tensor | None) -> Candidates:

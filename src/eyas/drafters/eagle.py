@@ -44,7 +44,7 @@ class Eagle(nn.Module, Drafter[DraftState]):
         self.block = Block(config.block)
         self.embedding_VD, self.head_VD = embedding_VD.detach(), head_VD.detach()  # the target's: no parameters here
 
-    def new_state(self) -> DraftState:
+    def new_state(self, first: int | None = None) -> DraftState:
         return DraftState()
 
     @torch.inference_mode()

@@ -91,7 +91,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         self.draft_vocabulary_Q = draft_vocabulary_Q
         self._draft_set = None if draft_vocabulary_Q is None else frozenset(draft_vocabulary_Q.tolist())
 
-    def new_state(self) -> DraftState:
+    def new_state(self, first: int | None = None) -> DraftState:
         return DraftState(self.config.layers)
 
     @torch.inference_mode()

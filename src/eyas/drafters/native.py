@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eyas import native
-from eyas.drafters.base import Batch, Candidates, Drafter
+from eyas.drafters.base import Candidates, Drafter
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
@@ -47,7 +47,7 @@ class NativeDrafter(Drafter["DraftState"]):
         self._draft_set = None if vocabulary_Q is None else frozenset(vocabulary_Q.tolist())
         self._draft = _pack(head, weights, vocabulary_Q)
 
-    def new_state(self) -> DraftState:
+    def new_state(self, first: int | None = None) -> DraftState:
         return self._draft.new_state()
 
     def observe(self, state: DraftState, tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
@@ -63,9 +63,6 @@ class NativeDrafter(Drafter["DraftState"]):
 
     def can_propose(self, token: int) -> bool:
         return self._head.can_propose(token) if self._draft_set is None else token in self._draft_set
-
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._head.loss(batch)
 
 
 def _refuse_unknown(config: Eagle3Config) -> None:
