@@ -9,7 +9,7 @@ et al. 2014, arXiv 1411.0030). Decisions are made in float32 or better, and equa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,31 @@ def _check(name: str, value: object, low: float, high: float, above: bool = Fals
         raise InputError(f"{name} must be {number} {'above' if above else 'from'} {low} to {high}, got {value!r}")
 
 
+def _checked_bias(given: Mapping[int, float] | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = tuple((token, number) for token, number in (given.items() if isinstance(given, Mapping) else given))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"logit_bias must be pairs of a token id and a number, got {given!r}") from error
+    for token, number in pairs:
+        _check("a token id of logit_bias", token, 0, _LARGEST, whole=True)
+        _check("a number of logit_bias", number, -_LARGEST, _LARGEST)
+    if len(dict(pairs)) < len(pairs):
+        raise InputError(f"logit_bias must name each token id once, got {given!r}")
+    return pairs
+
+
+def _checked_words(given: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    try:
+        words = tuple(tuple(word) for word in given)
+    except TypeError as error:
+        raise InputError(f"bad_words must be sequences of token ids, got {given!r}") from error
+    if not all(words):
+        raise InputError(f"bad_words must hold at least one token each, got {given!r}")
+    for token in (token for word in words for token in word):
+        _check("a token id of bad_words", token, 0, _LARGEST, whole=True)
+    return words
+
+
 @dataclass(frozen=True)
 class Prefix:
     """What stands before a draw: the prompt (`num_prompt` tokens) and the answer so far."""
@@ -65,13 +90,19 @@ class Prefix:
     tokens: Sequence[int]
     num_prompt: int
 
+    @property
+    def answer(self) -> Sequence[int]:
+        return self.tokens[self.num_prompt :]
+
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # (ids [1, T], scores [1, V]) -> scores: transformers' LogitsProcessor
+Constraint = Callable[[Prefix, Tensor], Tensor]  # (prefix, scores [V]) -> scores: unlike a processor, knows the answer
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's logits become one token.
+    """How the target's logits become one token. What changes them comes in transformers' order: `logit_bias`, the
+    penalties, `bad_words`, `min_new_tokens`, `constraint`, `processors`, temperature, filters.
 
     Arguments:
         temperature: 0 takes the best token; above 0 samples.
@@ -82,8 +113,14 @@ class Sampling:
             (CTRL, arXiv 1909.05858); 1 does nothing.
         presence_penalty, frequency_penalty: subtracted once, or once an occurrence, from the logits of tokens that the
             answer holds already.
-        processors: any of transformers' logits processors, applied after the penalties and before the temperature. They
-            see each prefix that the walk visits, once for each emitted token.
+        logit_bias: numbers to add to the logits of tokens: a mapping from token id, or pairs.
+        bad_words: sequences of token ids that must not be completed. As in transformers a sequence may begin in the
+            prompt, and one that is a lone end token counts for nothing.
+        min_new_tokens: end tokens are ruled out until the answer holds this many tokens.
+        eos_ids: the end tokens that `bad_words` and `min_new_tokens` mean.
+        constraint: a function of the prefix that rules tokens out, such as `grammar.Grammar`.
+        processors: any of transformers' logits processors. They see each prefix that the walk visits, once for each
+            emitted token.
         seed, sample: the key of the noise, together with the position and the token id.
 
     Raises:
@@ -97,6 +134,11 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()  # kept as pairs
+    bad_words: Sequence[Sequence[int]] = ()  # kept as tuples
+    min_new_tokens: int = 0
+    eos_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     processors: tuple[Processor, ...] = ()
     seed: int = 0
     sample: int = 0
@@ -109,34 +151,50 @@ class Sampling:
         _check("repetition_penalty", self.repetition_penalty, 0, _LARGEST, above=True)
         _check("presence_penalty", self.presence_penalty, -_LARGEST, _LARGEST)
         _check("frequency_penalty", self.frequency_penalty, -_LARGEST, _LARGEST)
+        _check("min_new_tokens", self.min_new_tokens, 0, _LARGEST, whole=True)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))  # the one way into a frozen dataclass
+        object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         _check("seed", self.seed, -(1 << 63), (1 << 63) - 1, whole=True)
         _check("sample", self.sample, 0, (1 << 63) - 1, whole=True)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise an InputError if a token id that the settings name is none of the target's."""
+        named = [*dict(self.logit_bias), *(token for word in self.bad_words for token in word)]
+        if named and max(named) >= vocab_size:
+            raise InputError(f"token ids must be whole numbers between 0 and {vocab_size - 1}, got {max(named)}")
 
     def draw(self, logits_V: Tensor, prefix: Prefix) -> int:
         """The token that follows `prefix`.
 
         Raises:
-            FloatingPointError: the logits hold NaN, or nothing but -inf: no token can be drawn from them.
+            FloatingPointError: the logits hold NaN, or nothing but -inf, or the settings rule every token out.
         """
+        if bool(logits_V.max().isnan()):  # where a setting may rule the NaN out, too
+            raise _nothing_left(logits_V, prefix)
         scores_V = self.adjusted(logits_V, prefix)
         if self.temperature == 0:
             values = scores_V.cpu().numpy()
             best = int(values.argmax())  # the first one, and of NaN the first NaN
             if not values[best] > -math.inf:
-                raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+                raise _nothing_left(logits_V, prefix)
             return best
         survivors, keyed = self.keyed_scores(scores_V, position=len(prefix.tokens))
-        if survivors.numel() == 0 or bool(keyed.isnan().any()) or bool(logits_V.isnan().any()):
-            raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+        if survivors.numel() == 0 or bool(keyed.isnan().any()):
+            raise _nothing_left(logits_V, prefix)
         return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])
 
     def adjusted(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
-        """Scores before the filters: penalties, processors, temperature, in float32 or better.
+        """Scores before the filters, temperature included, in float32 or better.
 
         Above temperature 0 the best one is moved to 0 and the division is float64's, so that no temperature overflows.
         """
         scores_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
-        scores_V = self._penalised(scores_V, prefix)
+        scores_V = self._penalised(self._biased(scores_V), prefix)
+        banned = [token for token in self._banned(prefix) if token < len(scores_V)]
+        if banned:
+            scores_V = scores_V.index_fill(0, torch.tensor(banned, device=scores_V.device), -math.inf)
+        if self.constraint is not None:
+            scores_V = self.constraint(prefix, scores_V)
         if self.processors:
             ids = torch.tensor([list(prefix.tokens)], device=scores_V.device)
             for processor in self.processors:
@@ -146,6 +204,25 @@ class Sampling:
         scores_V = scores_V.to(torch.float64)
         return (scores_V - scores_V.max()) / self.temperature
 
+    def _biased(self, scores_V: Tensor) -> Tensor:
+        if not self.logit_bias:
+            return scores_V
+        added = dict(self.logit_bias)
+        tokens = torch.tensor(list(added), device=scores_V.device)
+        numbers = torch.tensor(list(added.values()), dtype=scores_V.dtype, device=scores_V.device)
+        return scores_V.index_add(0, tokens, numbers)
+
+    def _banned(self, prefix: Prefix) -> list[int]:
+        """Tokens that would complete a bad word, and end tokens that come too early."""
+        last = [word[-1] for word in self.bad_words if self._may_complete(prefix, word)]
+        return [*last, *self.eos_ids] if len(prefix.answer) < self.min_new_tokens else last
+
+    def _may_complete(self, prefix: Prefix, word: Sequence[int]) -> bool:
+        *before, last = word
+        if not before:
+            return last not in self.eos_ids
+        return list(prefix.tokens[-len(before) :]) == before
+
     def _penalised(self, scores_V: Tensor, prefix: Prefix) -> Tensor:
         if self.repetition_penalty != 1:
             seen = torch.tensor(sorted(set(prefix.tokens)), device=scores_V.device)
@@ -153,7 +230,7 @@ class Sampling:
             new = torch.where(old < 0, old * self.repetition_penalty, old / self.repetition_penalty)
             scores_V = scores_V.index_copy(0, seen, new)
         if self.presence_penalty or self.frequency_penalty:
-            answer = torch.tensor(list(prefix.tokens[prefix.num_prompt :]), dtype=torch.int64, device=scores_V.device)
+            answer = torch.tensor(list(prefix.answer), dtype=torch.int64, device=scores_V.device)
             counts_V = torch.bincount(answer, minlength=len(scores_V))
             scores_V = scores_V - self.presence_penalty * (counts_V > 0) - self.frequency_penalty * counts_V
         return scores_V
@@ -183,3 +260,12 @@ class Sampling:
         if self.temperature > 0:
             keyed = keyed + gumbel_noise(self.seed, self.sample, position, survivors)
         return survivors, keyed
+
+
+def _nothing_left(logits_V: Tensor, prefix: Prefix) -> FloatingPointError:
+    """Why no token can be drawn."""
+    position = len(prefix.tokens)
+    if not math.isfinite(float(logits_V.max())):
+        return FloatingPointError(f"the target's logits at position {position} are not numbers")
+    return FloatingPointError(f"bad words, min_new_tokens, the grammar and the logits processors leave no token "
+                              f"to draw at position {position}")  # fmt: skip
