@@ -168,6 +168,16 @@ def test_end_token_and_stop_string_inside_a_path(target: EagerTarget) -> None:
         assert drafted.tokens == tokens[: len(drafted.tokens)]
 
 
+def test_the_least_length_is_reached_inside_a_path(target: EagerTarget) -> None:
+    """The end token is the best one throughout, so it comes at the first place where it may."""
+    end = 7
+    for least in range(1, 12):
+        sampling = Sampling(logit_bias={end: 1e3}, min_new_tokens=least, eos_ids=(end,))
+        plain, drafted = both(target, Oracle(target), Chain(4), sampling, Stop(20, eos_ids=(end,)))
+        assert drafted.tokens == plain.tokens
+        assert drafted.tokens.index(end) == least == len(drafted.tokens) - 1
+
+
 @pytest.mark.parametrize("levels", [1, 2, 4])
 def test_self_drafting_delivers_levels_plus_one(target: EagerTarget, levels: int) -> None:
     rounds = 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny import VOCAB, tiny_target
@@ -17,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from eyas import sampling as sampling_module
 from eyas.errors import InputError
 from eyas.sampling import Prefix, Sampling, gumbel_noise
 
@@ -245,3 +247,91 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
         sampling.check_vocabulary(11)
         with pytest.raises(InputError, match="between 0 and 9, got 10"):
             sampling.check_vocabulary(10)
+
+
+# -- the fast draw and its slow twin -----------------------------------------------------------------------------------
+
+
+def signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >= 1 << 63 else constant
+
+
+def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64's own shift copies the sign bit
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shift_right(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shift_right(x, 31)
+
+
+def slow_noise(seed: int, sample: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
+    """The definition, on torch's int64, whose products wrap like uint64's."""
+    golden = signed(0x9E3779B97F4A7C15)
+    key = torch.tensor([0])
+    for part in (seed, sample, position):
+        key = mix(key + golden + part)
+    bits = shift_right(mix(mix(tokens * golden + key)), 11)
+    return -torch.log(-torch.log((bits.to(torch.float64) + 0.5) * 2.0**-53))
+
+
+def slow_draw(sampling: Sampling, logits: torch.Tensor, prefix: Prefix) -> int:
+    scores_V = sampling.filtered(sampling.adjusted(logits, prefix))
+    keyed_V = scores_V + slow_noise(sampling.seed, sampling.sample, len(prefix.tokens), torch.arange(len(scores_V)))
+    return int(torch.nonzero(keyed_V == keyed_V.max())[0, 0])
+
+
+def test_noise_equals_its_definition_bit_for_bit() -> None:
+    tokens = torch.arange(50_000)
+    for key in ((0, 0, 0), (-1, 3, 70), (1 << 62, (1 << 63) - 1, 5), (-(1 << 63), 1, 1)):
+        noise = slow_noise(*key, tokens)
+        assert torch.equal(gumbel_noise(*key, tokens), noise)
+        some = torch.randperm(50_000, generator=torch.Generator().manual_seed(0))[:77].sort().values
+        assert torch.equal(gumbel_noise(*key, some), noise[some]), "whatever stands beside it"
+
+
+def test_the_largest_and_the_smallest_noise_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = []
+    for bits in (0, (1 << 64) - 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling_module, "_mix", lambda x, bits=bits: np.full_like(x, bits))
+            ends.append(float(gumbel_noise(0, 0, 0, torch.arange(1))))
+    assert -3.7 < ends[0] < -3.6 and 36.7 < ends[1] < 36.8
+    assert ends[1] - ends[0] < sampling_module._NOISE_RANGE
+
+
+def test_fast_draws_equal_slow_ones() -> None:
+    draw = np.random.default_rng(0)
+    in_doubt = 0
+    for case in range(2500):
+        size = int(draw.choice([1, 2, 7, 100, 700, 3000]))
+        logits = torch.from_numpy(draw.normal(size=size) * draw.choice([0.01, 1, 4, 30]))
+        if draw.random() < 0.3:
+            logits = (logits * 4).round() / 4  # many ties
+        if draw.random() < 0.3:
+            logits[torch.from_numpy(draw.random(size) < 0.5)] = -math.inf
+            logits[-1] = 0.0
+        if draw.random() < 0.2:
+            logits += draw.choice([-1e6, 1e3, 1e12])
+        sampling = Sampling(
+            temperature=float(draw.choice([5e-324, 1e-40, 0.01, 0.3, 1, 1, 1.7, 50, 1e9])),
+            top_k=int(draw.choice([0, 0, 1, 2, 50, 2000])),
+            top_p=float(draw.choice([1, 1, 1 - 1e-12, 0.999, 0.9, 0.5, 0.01, 1e-9])),
+            min_p=float(draw.choice([0, 0, 1e-9, 0.02, 0.5, 1])),
+            repetition_penalty=float(draw.choice([1, 1.3])) if size > 50 else 1.0,
+            seed=case,
+        )
+        logits = logits.to(torch.float32 if draw.random() < 0.8 else torch.float64)
+        assert sampling.draw(logits, PREFIX) == slow_draw(sampling, logits, PREFIX), (case, sampling)
+        in_doubt += sampling._contenders(sampling.processed(logits, PREFIX), len(PREFIX.tokens)) is None
+    assert 20 < in_doubt < 600, "both ways are taken"
+
+
+def test_a_token_far_below_the_best_may_win() -> None:
+    """All but one of 3,000 tokens lie 7 below the best: each seldom wins, some do."""
+    logits = torch.full((3000,), -7.0)
+    logits[5] = 0.0
+    won = [Sampling(1.0, seed=seed).draw(logits, PREFIX) for seed in range(60)]
+    assert won == [slow_draw(Sampling(1.0, seed=seed), logits, PREFIX) for seed in range(60)]
+    assert 5 in won and len(set(won)) > 10

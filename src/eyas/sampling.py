@@ -12,42 +12,44 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.errors import InputError
 
-
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >= 1 << 63 else constant
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on uint64, in place."""
+    x ^= x >> np.uint64(30)
+    x *= _MIX_1
+    x ^= x >> np.uint64(27)
+    x *= _MIX_2
+    x ^= x >> np.uint64(31)
+    return x
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64's own shift copies the sign bit
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014) on int64, whose products wrap like uint64's."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+def _uniform(seed: int, sample: int, position: int, tokens: np.ndarray) -> np.ndarray:
+    """Float64 strictly between 0 and 1 for `tokens` (int64): a pure function of its arguments, 53 bits a draw."""
+    key = np.zeros(1, dtype=np.uint64)
+    for part in (seed, sample, position):
+        key = _mix(key + _GOLDEN + np.uint64(part % (1 << 64)))
+    bits = _mix(_mix(tokens.astype(np.uint64) * _GOLDEN + key)) >> np.uint64(11)
+    uniform = (bits.view(np.int64).astype(np.float64) + 0.5) * 2.0**-53  # processors convert signed numbers faster
+    return np.minimum(uniform, 1 - 2.0**-53, out=uniform)  # the very last value has been rounded to 1
 
 
 def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor) -> Tensor:
-    """Float64 Gumbel noise for `tokens` (int64, any shape): a pure function of its arguments, 53 bits a draw."""
-    key = torch.tensor([0], dtype=torch.int64, device=tokens.device)
-    for part in (seed, sample, position):
-        key = _mix(key + _GOLDEN + part)
-    bits = _shift_right(_mix(_mix(tokens * _GOLDEN + key)), 11)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-53
+    """Float64 Gumbel noise for `tokens` (int64, any shape): a pure function of its arguments, from -3.7 to 36.8."""
+    uniform = torch.from_numpy(_uniform(seed, sample, position, tokens.cpu().numpy())).to(tokens.device)
     return -torch.log(-torch.log(uniform))
 
 
+_NOISE_RANGE = 42  # more than lies between the smallest and the largest noise: no token that far below the best wins
+_FEW = 256  # scores that are not worth a first pass
+_DOUBT = 1e-9  # how near to a cut rounding may decide; sums over a vocabulary are a thousand times more exact
 _LARGEST = 1e9  # of settings that have no bound of their own
 
 
@@ -171,23 +173,36 @@ class Sampling:
         """
         if bool(logits_V.max().isnan()):  # where a setting may rule the NaN out, too
             raise _nothing_left(logits_V, prefix)
-        scores_V = self.adjusted(logits_V, prefix)
+        scores_V, position = self.processed(logits_V, prefix), len(prefix.tokens)
         if self.temperature == 0:
             values = scores_V.cpu().numpy()
             best = int(values.argmax())  # the first one, and of NaN the first NaN
             if not values[best] > -math.inf:
                 raise _nothing_left(logits_V, prefix)
             return best
-        survivors, keyed = self.keyed_scores(scores_V, position=len(prefix.tokens))
+        contenders = self._contenders(scores_V.cpu(), position)
+        if contenders is None:
+            survivors, keyed = self.keyed_scores(self._tempered(scores_V), position)
+        else:
+            survivors, scores = (torch.from_numpy(array) for array in contenders)
+            keyed = scores + gumbel_noise(self.seed, self.sample, position, survivors)
         if survivors.numel() == 0 or bool(keyed.isnan().any()):
             raise _nothing_left(logits_V, prefix)
-        return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])
+        return int(survivors[int(keyed.cpu().numpy().argmax())])  # the first one, as ids ascend
 
     def adjusted(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
-        """Scores before the filters, temperature included, in float32 or better.
+        """Scores before the filters, temperature included, in float32 or better."""
+        return self._tempered(self.processed(logits_V, prefix))
 
-        Above temperature 0 the best one is moved to 0 and the division is float64's, so that no temperature overflows.
-        """
+    def _tempered(self, scores_V: Tensor) -> Tensor:
+        """Above temperature 0 the best one is moved to 0 and the division is float64's: no temperature overflows."""
+        if self.temperature == 0:
+            return scores_V
+        scores_V = scores_V.to(torch.float64)
+        return (scores_V - scores_V.max()) / self.temperature
+
+    def processed(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
+        """Scores before the temperature, in float32 or better."""
         scores_V = logits_V if logits_V.dtype == torch.float64 else logits_V.float()
         scores_V = self._penalised(self._biased(scores_V), prefix)
         banned = [token for token in self._banned(prefix) if token < len(scores_V)]
@@ -199,10 +214,7 @@ class Sampling:
             ids = torch.tensor([list(prefix.tokens)], device=scores_V.device)
             for processor in self.processors:
                 scores_V = processor(ids, scores_V[None])[0]
-        if self.temperature == 0:
-            return scores_V
-        scores_V = scores_V.to(torch.float64)
-        return (scores_V - scores_V.max()) / self.temperature
+        return scores_V
 
     def _biased(self, scores_V: Tensor) -> Tensor:
         if not self.logit_bias:
@@ -260,6 +272,59 @@ class Sampling:
         if self.temperature > 0:
             keyed = keyed + gumbel_noise(self.seed, self.sample, position, survivors)
         return survivors, keyed
+
+    def _contenders(self, scores_V: Tensor, position: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The fast twin of `keyed_scores` before the noise: the ids (ascending) and scores of a few survivors, the
+        winner among them; None where it cannot be told without that one's own rounding. Sorts and sums over what can
+        matter only, and gives exact noise to what a first pass leaves.
+        """
+        best = float(scores_V.max())
+        if not math.isfinite(best):
+            return None
+        lowest = best - (_NOISE_RANGE + 1) * self.temperature
+        if 0 < self.top_k < len(scores_V):
+            cut = float(scores_V.topk(self.top_k).values[-1])
+            lowest = max(lowest, cut - _DOUBT * (best - cut))
+        values_V = scores_V.numpy()
+        ids = np.flatnonzero(values_V >= np.nextafter(values_V.dtype.type(lowest), -math.inf))
+        with np.errstate(over="ignore"):
+            scores = (values_V[ids].astype(np.float64) - best) / self.temperature
+        if 0 < self.top_k < len(ids):  # not before: scores that the division makes equal pass together
+            kept = scores >= np.partition(scores, -self.top_k)[-self.top_k]
+            ids, scores = ids[kept], scores[kept]
+        if self.top_p < 1:
+            nucleus = _nucleus(scores, self.top_p)
+            if nucleus is None:
+                return None
+            ids, scores = ids[nucleus], scores[nucleus]
+        if self.min_p > 0:
+            ratio = np.exp(scores)  # the best score is 0
+            if (np.abs(ratio - self.min_p)[scores < 0] < _DOUBT * self.min_p).any():
+                return None
+            kept = (ratio >= self.min_p) | (scores == 0)
+            ids, scores = ids[kept], scores[kept]
+        if len(ids) > _FEW:
+            # argmax(score + noise) = argmin(exp(-noise - score)), whose first factor is -log(uniform)
+            race = -np.log(_uniform(self.seed, self.sample, position, ids)) * np.exp(-scores)
+            kept = race <= race.min() * (1 + _DOUBT)
+            ids, scores = ids[kept], scores[kept]
+        return ids, scores
+
+
+def _nucleus(scores: np.ndarray, top_p: float) -> np.ndarray | None:
+    """The places (ascending) of the best scores up to probability `top_p`; None where rounding may decide."""
+    weights = np.exp(scores)
+    total = weights.sum()
+    spared = (1 - top_p) / 2
+    if spared < _DOUBT:
+        return None
+    places = np.flatnonzero(weights >= spared * total / len(weights))  # all others together are less than `spared`
+    order = places[np.argsort(-scores[places], kind="stable")]
+    mass = weights[order] / total
+    mass_before = mass.cumsum() - mass
+    if (np.abs(mass_before - top_p) < _DOUBT).any():
+        return None
+    return np.sort(order[mass_before < top_p])
 
 
 def _nothing_left(logits_V: Tensor, prefix: Prefix) -> FloatingPointError:
