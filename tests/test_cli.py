@@ -73,6 +73,47 @@ def test_generate_equals_transformers(folder: Path) -> None:
         assert model.generate(prompt, max_new_tokens=40).token_ids == expected[0, len(ids) :].tolist()
 
 
+def test_constraint_flags(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    common = ("generate", "--target", str(folder / "target"), "--prompt", "hello", "--max-new-tokens", "30")
+    common = (*common, "--dtype", "float64")
+    model = eyas.load(str(folder / "target"), dtype="float64")
+    drafted = ("--head", str(folder / "eagle3"), "--tree", "chain:2")
+    free = run_json(capsys, *common)["token_ids"]
+    written = next(token for token in free if model.decode([token]) not in ("", "\ufffd"))  # a whole character
+    banned = model.decode([written])
+    without = run_json(capsys, *common, "--bad-word", banned, "--bad-word", "zz", *drafted)["token_ids"]
+    assert written not in without
+    assert without == model.generate("hello", max_new_tokens=30, bad_words=[banned, "zz"]).token_ids
+    assert without == model.generate("hello", max_new_tokens=30, bad_words=[[written]]).token_ids
+    forced = run_json(capsys, *common, "--logit-bias", "9=1e6", "--logit-bias", f"{free[0]}=-5", *drafted)["token_ids"]
+    assert forced == [9] * 30
+    ends_at_once = ("--logit-bias", "2=1e6")
+    assert run_json(capsys, *common, *ends_at_once, *drafted)["token_ids"] == [2]
+    later = run_json(capsys, *common, *ends_at_once, "--min-new-tokens", "7", *drafted)
+    assert (later["new_tokens"], later["token_ids"][-1], later["finish_reason"]) == (8, 2, "stop")
+    (tmp_path / "schema.json").write_text('{"enum": ["yes", "no"]}')
+    schema = ("--json-schema", str(tmp_path / "schema.json"))
+    assert run_json(capsys, *common, *schema, *drafted)["text"].strip() in ('"yes"', '"no"')
+    rows = run_json(
+        capsys, "bench", *common[1:3], "--workload", str(folder / "target" / "chat_template.jinja"), "--limit", "1",
+        "--dtype", "float64", "--method", f"{folder / 'eagle3'}", *schema, "--bad-word", "y", "--min-new-tokens", "2",
+    )["rows"]  # fmt: skip
+    assert [(row["identical"], row["sequences"]) for row in rows] == [(1, 1), (1, 1)]
+    assert (
+        main([*common, *schema, "--min-new-tokens", "99", "--max-new-tokens", "99"]) == 1
+    )  # longer than any that fits
+    out, err = capsys.readouterr()
+    assert "leave no token to draw" in err and "Traceback" not in err
+
+
+def test_bad_words_as_texts(folder: Path) -> None:
+    model = eyas.load(str(folder / "target"))
+    blank, a, b = model.tokenizer.encode(" ab")
+    assert model.sampling(bad_words=["ab", [5, 6], " b"]).bad_words == ((a, b), (blank, a, b), (5, 6), (blank, b))
+    assert model.sampling(bad_words="ab").bad_words == ((a, b), (blank, a, b))
+    assert model.sampling().eos_ids == model.target.spec.eos_ids == (2,)
+
+
 def test_prompt_files_and_forms(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("hello\n")
     common = ("generate", "--target", str(folder / "target"), "--max-new-tokens", "5")
@@ -205,6 +246,18 @@ def test_train_a_head_of_two_layers(capsys: pytest.CaptureFixture[str], folder: 
         (["--target", "{t}", "--prompt", "x", "--top-p", "1.01"], "top_p"),
         (["--target", "{t}", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--target", "{t}", "--prompt", "x", "--top-k", "-2"], "top_k"),
+        (["--target", "{t}", "--prompt", "x", "--min-new-tokens", "-1"], "min_new_tokens"),
+        (["--target", "{t}", "--prompt", "x", "--logit-bias", "5"], "ID=NUMBER"),
+        (["--target", "{t}", "--prompt", "x", "--logit-bias", "a=1"], "ID=NUMBER"),
+        (["--target", "{t}", "--prompt", "x", "--logit-bias", "5=nan"], "logit_bias"),
+        (["--target", "{t}", "--prompt", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "once"),
+        (["--target", "{t}", "--prompt", "x", "--logit-bias", "260=1"], "between 0 and 259"),
+        (["--target", "{t}", "--prompt", "x", "--bad-word", ""], "at least one character"),
+        (["--target", "{t}", "--prompt", "x", "--json-schema", "{t}/nothing"], "cannot read"),
+        (["--target", "{t}", "--prompt", "x", "--json-schema", "{t}/config.json/x"], "cannot read"),
+        (["--target", "{t}", "--prompt", "x", "--json-schema", "{t}/model.safetensors"], "cannot read"),
+        (["--target", "{t}", "--prompt", "x", "--json-schema", "{t}/chat_template.jinja"], "not JSON"),
+        (["--target", "{t}", "--prompt", "x", "--json-schema", "{schema}"], "--json-schema"),
         (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "0"], "must be between 1"),
         (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "invalid"),
         (["--target", "{t}", "--prompt", "x", "--tree", "bush"], "unknown tree 'bush'"),
@@ -240,7 +293,9 @@ def test_bad_input_is_one_plain_sentence(
         (tmp_path / "broken" / name).write_text((folder / "target" / name).read_text())
     weights = (folder / "target" / "model.safetensors").read_bytes()
     (tmp_path / "broken" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    (tmp_path / "schema.json").write_text('{"type": "colour"}')
     places = {"t": folder / "target", "empty": tmp_path / "empty", "gguf": tmp_path / "model.gguf"}
+    places["schema"] = tmp_path / "schema.json"
     filled = [a.format(**places, broken=tmp_path / "broken") for a in arguments]
     assert message in refused(capsys, "generate", *filled)
     assert message in refused(capsys, "generate", *filled, "--json")
@@ -271,6 +326,10 @@ def test_random_flags_never_give_a_traceback(capsys: pytest.CaptureFixture[str],
         "--repetition-penalty": ["1", "1.3", "0", "-1", "nan"],
         "--presence-penalty": ["0.5", "inf"],
         "--frequency-penalty": ["-0.5", "x"],
+        "--min-new-tokens": ["0", "3", "99", "-1", "x"],
+        "--logit-bias": ["5=2.5", "2=99", "260=1", "5=inf", "=", "5"],
+        "--bad-word": ["a", "", "\ufffd", "</s>"],
+        "--json-schema": [str(folder / "schema.json"), "nowhere"],
         "--seed": ["0", "-5", "9223372036854775807", "9223372036854775808", "x"],
         "--max-new-tokens": ["1", "2", "9", "0", "-1"],
         "--tree": [
@@ -287,6 +346,7 @@ def test_random_flags_never_give_a_traceback(capsys: pytest.CaptureFixture[str],
         "--stop": ["a", "", "\ufffd"],
         "--dtype": ["float32", "float64", "bfloat16", "int8"],
     }
+    (folder / "schema.json").write_text('{"type": "array", "items": {"type": "boolean"}}')
     outcomes = []
     for _ in range(120):
         chosen = draw.sample(sorted(values), draw.randint(1, 6))
@@ -331,6 +391,15 @@ def test_wrong_types_are_refused(folder: Path) -> None:
         {"temperature": None},
         {"seed": 1.5},
         {"stop": [3]},
+        {"bad_words": 3},
+        {"bad_words": [3]},
+        {"bad_words": [""]},
+        {"bad_words": ["\ud800"]},
+        {"bad_words": [[260]]},
+        {"logit_bias": {"5": 1.0}},
+        {"min_new_tokens": "3"},
+        {"json_schema": "{"},
+        {"regex": None},
     ):
         with pytest.raises(eyas.InputError):
             model.generate("x", **wrong)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
     ["errors"],
     ["tree", "sampling", "native", "packed"],
-    ["targets.families"],
+    ["targets.families", "grammar"],
     ["targets.base"],
     ["targets.eager"],
     ["targets.native"],

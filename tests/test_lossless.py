@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tiny import FAMILY_SETTINGS, VOCAB, tiny_target
+from tiny import FAMILY_SETTINGS, VOCAB, tiny_target, tiny_tokenizer
 from torch import Tensor
 
 from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
+from eyas.grammar import Grammar
 from eyas.measure import Answer, alpha_by_depth, tau, timed
 from eyas.policies import Chain, Policy, parse_policy
 from eyas.sampling import Prefix, Sampling
@@ -95,11 +96,18 @@ class NoRepeat:
         return scores.index_fill(1, ids[0, -4:].unique(), -torch.inf)
 
 
+ENDS = (3, 17, 28, 51)
+PAIRS = [[first, last] for first in range(VOCAB) for last in range(first % 3, VOCAB, 3)]
+GRAMMAR = Grammar("regex", "([A-H]{1,3}([0-9]+|,[I-Y]))*", tiny_tokenizer(letters=VOCAB - 4), VOCAB, eos_ids=(2,))
 FILTERS = [
     {},
     {"top_k": 7, "top_p": 0.8, "min_p": 0.02},
     {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
     {"processors": (NoRepeat(),)},
+    {"logit_bias": {5: 1.5, 20: -2.0, 41: 3.0}, "repetition_penalty": 1.2},
+    {"bad_words": PAIRS},
+    {"min_new_tokens": 17, "eos_ids": ENDS, "logit_bias": dict.fromkeys(ENDS, 2.0)},
+    {"constraint": GRAMMAR, "top_p": 0.9},
 ]
 
 
@@ -156,6 +164,16 @@ def test_end_token_and_stop_string_inside_a_path(target: EagerTarget) -> None:
         assert drafted.tokens == plain.tokens
         assert drafted.rounds[-1].finish_reason == plain.rounds[-1].finish_reason == "stop"
         assert drafted.tokens == tokens[: len(drafted.tokens)]
+
+
+def test_the_least_length_is_reached_inside_a_path(target: EagerTarget) -> None:
+    """The end token is the best one throughout, so it comes at the first place where it may."""
+    end = 7
+    for least in range(1, 12):
+        sampling = Sampling(logit_bias={end: 1e3}, min_new_tokens=least, eos_ids=(end,))
+        plain, drafted = both(target, Oracle(target), Chain(4), sampling, Stop(20, eos_ids=(end,)))
+        assert drafted.tokens == plain.tokens
+        assert drafted.tokens.index(end) == least == len(drafted.tokens) - 1
 
 
 @pytest.mark.parametrize("levels", [1, 2, 4])

@@ -76,11 +76,12 @@ def shaken_head(target: EagerTarget, vocabulary: list[int] | None = None, **sett
     return head.eval().requires_grad_(False)
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, four special ones, and a chat template: random answers are full of broken characters."""
+def tiny_tokenizer(letters: int = 256) -> PreTrainedTokenizerFast:
+    """One token a byte (the first ones are ! to ~), four special ones, and a chat template: random answers are full of
+    broken characters."""
     special = ["<pad>", "<s>", "</s>", "<turn>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*special, *letters])}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

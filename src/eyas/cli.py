@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from eyas import bench, checkpoint, data, doctor, features, native, train
 from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError, one_line
+from eyas.grammar import compiled
 from eyas.measure import timed
 from eyas.model import BACKENDS, Model, TextStream, attach_head, choose_backend, choose_policy, load
 from eyas.policies import parse_policy
@@ -327,6 +328,16 @@ def _common(parser: argparse.ArgumentParser, target: str | None, max_new_tokens:
     )
     parser.add_argument("--presence-penalty", type=float, default=0.0, help="generated tokens only")
     parser.add_argument("--frequency-penalty", type=float, default=0.0, help="generated tokens only")
+    parser.add_argument(
+        "--logit-bias", type=_bias, action="append", default=[], metavar="ID=NUMBER", help="add to a logit (repeatable)"
+    )
+    parser.add_argument(
+        "--bad-word", type=_text, action="append", default=[], metavar="TEXT", help="never write this (repeatable)"
+    )
+    parser.add_argument("--min-new-tokens", type=int, default=0, help="no end token before these")
+    parser.add_argument(
+        "--json-schema", type=_schema, default=None, metavar="FILE", help="the answer is JSON that fits"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=_count, default=max_new_tokens)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
@@ -396,11 +407,16 @@ def _backend(model: Model) -> str:
 
 def _sampling(arguments: argparse.Namespace, model: Model | None = None) -> Sampling:
     """The flags of a draw; without a model, only to refuse wrong ones early."""
-    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
+    names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    names += ("logit_bias", "min_new_tokens", "seed")
     settings = {name: getattr(arguments, name) for name in names}
     if arguments.repetition_penalty is not None:
         settings["repetition_penalty"] = arguments.repetition_penalty
-    return Sampling(**settings) if model is None else model.sampling(**settings)
+    if model is None:
+        return Sampling(**settings)
+    if arguments.json_schema is not None:
+        settings["json_schema"] = arguments.json_schema
+    return model.sampling(bad_words=arguments.bad_word, **settings)
 
 
 def _head(text: str) -> str | None:
@@ -429,6 +445,32 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
             raise InputError(f"cannot read the prompt file {arguments.prompt_file!r}: {one_line(error)}") from error
     if not text:
         raise InputError("the prompt is empty: it must hold at least one character")
+    return text
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, number = text.partition("=")
+    try:
+        return int(token), float(number)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be ID=NUMBER, such as 42=-1.5, got {text!r}") from error
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must hold at least one character")
+    return text
+
+
+def _schema(path: str) -> str:
+    """The text of a JSON schema, checked now, not after loading."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+        compiled("json_schema", text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path!r}: {one_line(error)}") from error
+    except InputError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
     return text
 
 

@@ -6,10 +6,10 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any, Literal, Protocol, TypedDict, cast, overload
+from typing import Any, Literal, Protocol, TypedDict, cast, get_args, overload
 
 import torch
 from jinja2 import TemplateError
@@ -32,6 +32,7 @@ from eyas.drafters.base import Drafter
 from eyas.drafters.lookup import Lookup
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
+from eyas.grammar import Grammar, Kind
 from eyas.measure import Answer, tau
 from eyas.policies import Policy, parse_policy
 from eyas.sampling import Processor, Sampling
@@ -61,7 +62,8 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 
 class Settings(TypedDict, total=False):
-    """How tokens are drawn: the fields of `Sampling`, and `logits_processor`, a list of transformers' processors."""
+    """How tokens are drawn: the fields of `Sampling`; `logits_processor`, a list of transformers' processors; words as
+    texts among the `bad_words`; and at most one grammar that the answer must fit."""
 
     temperature: float
     top_k: int
@@ -70,6 +72,12 @@ class Settings(TypedDict, total=False):
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    bad_words: str | Sequence[str | Sequence[int]]
+    min_new_tokens: int
+    json_schema: str | Mapping[str, Any]
+    regex: str  # in Rust's syntax
+    lark: str  # in llguidance's dialect
     logits_processor: Sequence[Processor]
     seed: int
     sample: int
@@ -203,11 +211,36 @@ class Model:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def sampling(self, **settings: Unpack[Settings]) -> Sampling:
-        """How answers are drawn; the repetition penalty of the model's own generation_config holds if none is given."""
-        processors = tuple(settings.pop("logits_processor", ()))
-        settings.setdefault("repetition_penalty", self.target.spec.repetition_penalty)
-        # popped above: what is left are fields of Sampling, which the type of a TypedDict cannot say
-        return Sampling(processors=processors, **settings)  # type: ignore[misc]
+        """How answers are drawn; the repetition penalty of the model's own generation_config holds if none is given.
+
+        A bad word given as a text is ruled out as the tokenizer writes it at the beginning of a text and after a blank;
+        other spellings and cases are other words.
+        """
+        spec, fields = self.target.spec, dict[str, Any](settings)
+        grammars = [(kind, fields.pop(kind)) for kind in get_args(Kind) if kind in fields]
+        if len(grammars) > 1:
+            raise InputError(f"give one grammar, got {' and '.join(kind for kind, _ in grammars)}")
+        for kind, source in grammars:
+            fields["constraint"] = Grammar(kind, source, self.tokenizer, spec.vocab_size, spec.eos_ids)
+        fields["processors"] = tuple(fields.pop("logits_processor", ()))
+        fields["bad_words"] = self._bad_words(fields.pop("bad_words", ()))
+        fields.setdefault("repetition_penalty", spec.repetition_penalty)
+        sampling = Sampling(eos_ids=spec.eos_ids, **fields)
+        sampling.check_vocabulary(spec.vocab_size)
+        return sampling
+
+    def _bad_words(self, given: str | Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+        if not isinstance(given, Sequence):
+            raise InputError(f"bad_words are texts or sequences of token ids, got {given!r}")
+        words = (given,) if isinstance(given, str) else given
+        return [ids for word in words for ids in (self._forms(word) if isinstance(word, str) else [word])]
+
+    def _forms(self, word: str) -> list[Sequence[int]]:
+        forms = [word] if word[:1].isspace() else [word, f" {word}"]
+        found = [self._tokenize(form, special=False, what="a bad word") for form in forms]
+        if not found[0]:
+            raise InputError(f"a bad word must hold at least one token, got {word!r}")
+        return [list(ids) for ids in dict.fromkeys(map(tuple, found))]
 
     @overload  # a text is a sequence of texts too, for types; `_is_list` knows better
     def generate(  # pyright: ignore[reportOverlappingOverload]
@@ -340,11 +373,11 @@ class Model:
             logprobs=logprobs,
         )
 
-    def _tokenize(self, text: str, special: bool) -> list[int]:
+    def _tokenize(self, text: str, special: bool, what: str = "the prompt") -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError("the prompt holds bytes that are no UTF-8 text") from error
+            raise InputError(f"{what} holds bytes that are no UTF-8 text") from error
         return self.tokenizer.encode(text, add_special_tokens=special)
 
     def _checked_ids(self, parts: Sequence[object]) -> list[int]:
