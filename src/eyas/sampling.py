@@ -38,12 +38,22 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor) -> Tensor:
+# Streams of noise beside the target's own: what a draft draws, and what accepts it, must not depend on that, nor on one
+# another. Any two large numbers do.
+_DRAFT, _ACCEPT = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+
+def _hashed(tokens: Tensor, *key: int) -> Tensor:
+    """64 random bits for each of `tokens` (int64, any shape), a pure function of its arguments."""
+    state = torch.tensor([0], dtype=torch.int64, device=tokens.device)
+    for part in key:
+        state = _mix(state + _GOLDEN + part)
+    return _mix(_mix(tokens * _GOLDEN + state))
+
+
+def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor, *stream: int) -> Tensor:
     """Float64 Gumbel noise for `tokens` (int64, any shape): a pure function of its arguments, 53 bits a draw."""
-    key = torch.tensor([0], dtype=torch.int64, device=tokens.device)
-    for part in (seed, sample, position):
-        key = _mix(key + _GOLDEN + part)
-    bits = _shift_right(_mix(_mix(tokens * _GOLDEN + key)), 11)
+    bits = _shift_right(_hashed(tokens, seed, sample, position, *stream), 11)
     uniform = (bits.to(torch.float64) + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform))
 
@@ -129,6 +139,43 @@ class Sampling:
         if survivors.numel() == 0 or bool(keyed.isnan().any()) or bool(logits_V.isnan().any()):
             raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
         return int(survivors[torch.nonzero(keyed == keyed.max())[0, 0]])
+
+    def probabilities(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
+        """[V] float64: the law of `draw` at a temperature above 0.
+
+        Raises:
+            FloatingPointError: as `draw`.
+        """
+        assert self.temperature > 0, "greedy decoding draws nothing"
+        p_V = self.filtered(self.adjusted(logits_V, prefix)).to(torch.float64).softmax(-1)
+        if bool(p_V.isnan().any()):
+            raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+        return p_V
+
+    def draft_law(self, logprobs_W: Tensor) -> Tensor:
+        """[W] float64: the distribution q that a draft's log-probabilities make at the target's temperature and under
+        its filters, as in EAGLE-1's code; all zeros where none of them is a number."""
+        assert self.temperature > 0, "greedy decoding draws nothing"
+        known_W = logprobs_W.isfinite()
+        if not bool(known_W.any()):
+            return torch.zeros(logprobs_W.shape, dtype=torch.float64)
+        scores_W = logprobs_W.to(torch.float64).masked_fill(~known_W, -math.inf)
+        return self.filtered((scores_W - scores_W.max()) / self.temperature).softmax(-1)
+
+    def draw_distinct(self, q_W: Tensor, tokens_W: Tensor, count: int, position: int, node: int) -> list[int]:
+        """Places in `tokens_W` of up to `count` tokens drawn from q > 0 without replacement, in the order drawn.
+
+        The `count` largest of log q + Gumbel noise have that law (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059).
+        The noise is keyed by the draft tree's place (`position` of the root's children) and by `node`, so that no two
+        nodes of an answer share it.
+        """
+        noise_W = gumbel_noise(self.seed, self.sample, position, tokens_W, _DRAFT, node)
+        return (q_W.log() + noise_W).topk(min(count, len(q_W))).indices.tolist()
+
+    def uniforms(self, position: int, count: int) -> list[float]:
+        """Uniform numbers in (0, 1) for the decisions at absolute `position`; independent of all other draws."""
+        bits = _shift_right(_hashed(torch.arange(count), self.seed, self.sample, position, _ACCEPT), 12)
+        return ((bits.to(torch.float64) + 0.5) * 2.0**-52).tolist()  # 52 bits: with 53 the largest would round to 1
 
     def adjusted(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
         """Scores before the filters: penalties, processors, temperature, in float32 or better.
