@@ -52,13 +52,16 @@ def generate(
     stop: Stop,
     with_logits: bool = True,
 ) -> Iterator[Round]:
-    """Decode by drafting and verifying: the tokens of `generate_plain`, in fewer target forwards.
+    """Decode by drafting and verifying: the tokens of `generate_plain`, in fewer target forwards; under a policy that
+    is not `keyed`, tokens of the same law.
 
-    Rounds carry the logits that their tokens were drawn from only `with_logits`: copying them takes its time.
+    Rounds carry the logits that their tokens were drawn from, and the laws that a tree was drawn from, only
+    `with_logits`: copying and keeping them has its cost.
 
     Raises:
-        InputError: the prompt is empty, or fills the target's context.
+        InputError: the prompt is empty, or fills the target's context; the policy refuses the sampling.
     """
+    policy.check(sampling)
     tokens, stop = list(prompt), _within_context(target, prompt, stop)
     cache, state = target.new_cache(), drafter.new_state()
     clock = _Clock()
@@ -75,7 +78,7 @@ def generate(
         clock = _Clock()
         candidates = drafter.observe(state, followers, hidden_TLD, policy.width)
         budget = stop.max_new_tokens - (len(tokens) - len(prompt))  # a path of n nodes delivers n + 1 tokens
-        tree = grow(policy, drafter, state, tokens[-1], candidates, max_levels=budget - 1)
+        tree = grow(policy, drafter, state, tokens[-1], candidates, budget - 1, sampling, position=len(tokens))
         clock.lap("draft")
         verified = target.verify([(cache, tree)], drafter.reads)[0]
         clock.lap("verify")
@@ -84,7 +87,8 @@ def generate(
         hidden_TLD, followers = verified.hidden_NLD[step.path], step.tokens
         tokens += step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if with_logits else None
-        yield Round(tree, step.path, step.tokens, step.finish_reason, logits_TV, *clock.split())
+        shown = tree if with_logits else tree.without_laws()
+        yield Round(shown, step.path, step.tokens, step.finish_reason, logits_TV, *clock.split())
 
 
 def generate_plain(
