@@ -252,7 +252,8 @@ def load(
         backend: "native" (the compiled CPU core), "eager" (transformers), or "auto": native where it supports the
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager) or "float64" (eager).
-        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
+        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]", "dynamic:levels=6,top_k=8,nodes=24" or
+            "sampled:levels=3,width=2" (at temperatures above 0: the law of plain decoding, not its tokens).
 
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
