@@ -170,6 +170,27 @@ def test_bench(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path)
     assert record["rows"][0]["tau"] == 1.0
 
 
+def test_a_sampled_tree_claims_no_identity(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    common = ["--target", str(folder / "target"), "--max-new-tokens", "20", "--tree", "sampled:levels=2,width=3"]
+    work = ["--workload", str(tmp_path / "lines.txt"), "--method", str(folder / "eagle")]
+    work += ["--method", f"{folder / 'eagle3'}@chain:2"]
+    for dtype in ("float32", "float64"):
+        record = run_json(capsys, "bench", *common, *work, "--temperature", "0.8", "--dtype", dtype)
+        plain, drawn, chosen = record["rows"]
+        assert (plain["identical"], drawn["identical"], chosen["identical"]) == (2, None, 2)
+        assert (drawn["tree"], drawn["divergences"]) == ("sampled:levels=2,width=3", [])
+    assert main(["bench", *common, *work, "--temperature", "0.8"]) == 0
+    assert "sampled:levels=2,width=3" in capsys.readouterr().out
+    for command in (["bench", *work], ["generate", "--prompt", "x", "--head", str(folder / "eagle")]):
+        assert "temperature above 0" in refused(capsys, *command, *common)
+        assert "temperature above 0" in refused(capsys, *command, *common, "--target", "nowhere"), "before it loads"
+    demo = ["demo", *common, "--head", str(folder / "eagle"), "--limit", "1", "--temperature", "1"]
+    assert [text["identical"] for text in run_json(capsys, *demo)["texts"]] == [None]
+    assert main(demo) == 0
+    assert "not claimed" in capsys.readouterr().out
+
+
 def test_demo_on_a_tiny_model(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     record = run_json(
         capsys, "demo", "--target", str(folder / "target"), "--head", str(folder / "eagle3"), "--limit", "2",

@@ -26,7 +26,7 @@ from eyas.drafters.native import NativeDrafter
 from eyas.errors import InputError, Unsupported
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
 from eyas.measure import timed
-from eyas.policies import parse_policy
+from eyas.policies import Sampled, parse_policy
 from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
@@ -322,6 +322,20 @@ def test_candidates_are_the_best_and_equal_ones_go_to_the_lowest_token() -> None
 # -- losslessness ------------------------------------------------------------------------------------------------------
 
 SETTINGS = [{}, {"top_k": 7, "top_p": 0.8, "min_p": 0.02}, {"repetition_penalty": 1.4, "processors": (NoRepeat(),)}]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_sampled_tree_gets_the_whole_law_of_a_draft(kind: str) -> None:
+    eager = tiny_target(torch.float32)
+    target = packed(eager, "bfloat16")
+    head = untrained(kind, eager).float()
+    drafter = NativeDrafter(head, "bfloat16")
+    states_TLD = target.verify([(target.new_cache(), Tree.chain(PROMPT))], head.reads)[0].hidden_NLD[:-1]
+    found = drafter.observe(drafter.new_state(), PROMPT[1:], states_TLD, Sampled().width)
+    assert sorted(found.tokens_KW[0].tolist()) == [token for token in range(VOCAB) if head.can_propose(token)]
+    assert float(found.logprobs_KW.double().exp().sum()) == pytest.approx(1, abs=1e-5)
+    answer = timed(generate(target, drafter, Sampled(3, 2), PROMPT, Sampling(1.0, seed=1), Stop(40)))
+    assert len(answer.tokens) == 40 and any(len(round_.path) > 1 for round_ in answer.rounds)
 
 
 @pytest.mark.parametrize("weights", native.WEIGHTS)

@@ -2,7 +2,7 @@
 
 from eyas.errors import InputError
 from eyas.model import Model, Output, load
-from eyas.policies import Chain, Dynamic, Policy, Static
+from eyas.policies import Chain, Dynamic, Policy, Sampled, Static
 from eyas.sampling import Sampling
 
-__all__ = ["Chain", "Dynamic", "InputError", "Model", "Output", "Policy", "Sampling", "Static", "load"]
+__all__ = ["Chain", "Dynamic", "InputError", "Model", "Output", "Policy", "Sampled", "Sampling", "Static", "load"]

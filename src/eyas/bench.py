@@ -46,6 +46,11 @@ class Method:
         return self.model.drafter.kind
 
     @property
+    def keyed(self) -> bool:
+        """Is its output held to plain decoding's, token for token? A sampled tree's has the same law, no more."""
+        return self.model.drafter is None or self.model.policy.keyed
+
+    @property
     def tree(self) -> str | None:
         return None if self.model.drafter is None else str(self.model.policy)
 
@@ -69,8 +74,8 @@ class Row:
     alpha_by_depth: list[float]
     tokens_per_second: float
     speedup_vs_plain: float
-    identical: int  # sequences equal to plain decoding's
-    divergences: list[dict[str, object]]  # the first one of each sequence that is not
+    identical: int | None  # sequences equal to plain decoding's; None where the method does not claim it
+    divergences: list[dict[str, object]]  # the first one of each sequence that is not; empty where it is not claimed
     draft_ms: float
     verify_ms: float
     other_ms: float
@@ -145,8 +150,8 @@ def compare(
         for first in range(0, len(items), batch):
             turn = requests[first : first + batch]
             for m, method in enumerate(methods):
-                answers[m] += _answers(method.model, turn, with_logits=allowed > 0)
-                for i, request in enumerate(turn, start=first):
+                answers[m] += _answers(method.model, turn, with_logits=method.keyed and allowed > 0)
+                for i, request in enumerate(turn, start=first) if method.keyed else ():
                     found = find_divergence(request.prompt, answers[0][i], answers[m][i], request.sampling, allowed)
                     if found is not None:
                         divergences[m].append(_record(items[i], found))
@@ -219,7 +224,7 @@ def _row(
         alpha_by_depth=alpha_by_depth(answers),
         tokens_per_second=speed,
         speedup_vs_plain=speed / plain_speed,
-        identical=len(answers) - len(divergences),
+        identical=len(answers) - len(divergences) if method.keyed else None,
         divergences=divergences,
         draft_ms=sum(round_.draft_ms for round_ in rounds),
         verify_ms=sum(round_.verify_ms for round_ in rounds),
@@ -268,8 +273,9 @@ def table(rows: Sequence[Row]) -> str:
         parts = (row.draft_ms, row.verify_ms, row.other_ms)
         shares = "/".join(f"{100 * part / sum(parts):.0f}" for part in parts)
         tau_text = "-" if row.tau is None else f"{row.tau:.2f}"
+        same = "-" if row.identical is None else f"{row.identical:4}/{row.sequences:<4}"
         lines.append(
             f"{row.method:8} {row.tree or '-':40} {tau_text:>5} {row.tokens_per_second:9.1f} "
-            f"{row.speedup_vs_plain:7.2f}x {row.identical:4}/{row.sequences:<4}  {shares}"
+            f"{row.speedup_vs_plain:7.2f}x {same:>9}  {shares}"
         )
     return "\n".join(lines)

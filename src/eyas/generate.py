@@ -78,13 +78,14 @@ def generate(
     with_logits: bool = True,
     memory: Memory[CacheT, StateT] | None = None,
 ) -> Iterator[Round]:
-    """Decode by drafting and verifying: the tokens of `generate_plain`, in fewer target forwards.
+    """Decode by drafting and verifying: the tokens of `generate_plain`, in fewer target forwards; under a policy that
+    is not `keyed`, tokens of the same law.
 
-    Rounds carry the logits that their tokens were drawn from only `with_logits`: copying them takes its time. `memory`
-    is read and written.
+    Rounds carry the logits that their tokens were drawn from, and the laws that a tree was drawn from, only
+    `with_logits`: copying and keeping them has its cost. `memory` is read and written.
 
     Raises:
-        InputError: the prompt is empty, or fills the target's context.
+        InputError: the prompt is empty, or fills the target's context; the policy refuses the sampling.
     """
     requests = [Request(prompt, sampling, stop)]
     for _, round_ in generate_many(target, drafter, policy, requests, 1, with_logits, memory):
@@ -106,7 +107,8 @@ def generate_many(
     keyed by each request's own `Sampling`. Without a drafter every tree is its root alone: plain decoding.
 
     Raises:
-        InputError: a prompt is empty, or fills the target's context. Nothing has been computed then.
+        InputError: a prompt is empty, or fills the target's context; the policy refuses a sampling. Nothing has been
+            computed then.
     """
     engine = _Engine(target, drafter, policy, with_logits)
     waiting = [_Sequence(engine, request) for request in requests][::-1]
@@ -153,6 +155,8 @@ class _Sequence(Generic[CacheT, StateT]):
     """One answer in the making: its text, its caches, and what the drafter has not observed yet."""
 
     def __init__(self, engine: _Engine[CacheT, StateT], request: Request) -> None:
+        if engine.drafter is not None:
+            engine.policy.check(request.sampling)
         self._engine = engine
         self._sampling = request.sampling
         self._stop = _within_context(engine.target, request.prompt, request.stop)
@@ -181,7 +185,8 @@ class _Sequence(Generic[CacheT, StateT]):
         candidates = drafter.observe(self._state, self._followers, self._hidden_TLD, policy.width)
         self._num_pairs += len(self._followers)
         budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
-        tree = grow(policy, drafter, self._state, self._tokens[-1], candidates, max_levels=budget - 1)
+        root, position = self._tokens[-1], len(self._tokens)
+        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position)
         self._draft_ms = clock.lap()
         return tree
 
@@ -192,6 +197,7 @@ class _Sequence(Generic[CacheT, StateT]):
         self._engine.target.keep(self.cache, step.path)
         self._hidden_TLD, self._followers = verified.hidden_NLD[step.path], step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
+        tree = tree if self._engine.with_logits else tree.without_laws()
         return self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
 
     def leave(self, memory: Memory[CacheT, StateT] | None) -> None:

@@ -58,8 +58,10 @@ class Answer:
         raise IndexError(f"the answer has {len(self.tokens)} tokens")
 
     def without_logits(self) -> Answer:
-        """The same answer without V numbers for each of its tokens."""
-        return Answer([replace(round_, logits_TV=None) for round_ in self.rounds], self.seconds)
+        """The same answer without V numbers for each of its tokens and nodes."""
+        trees = [None if round_.tree is None else round_.tree.without_laws() for round_ in self.rounds]
+        rounds = [replace(round_, tree=tree, logits_TV=None) for round_, tree in zip(self.rounds, trees, strict=True)]
+        return Answer(rounds, self.seconds)
 
 
 def timed(rounds: Iterator[Round]) -> Answer:

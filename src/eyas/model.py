@@ -444,7 +444,8 @@ def load(
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
             "float16" (eager, on a GPU).
-        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]" or "dynamic:levels=6,top_k=8,nodes=24".
+        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]", "dynamic:levels=6,top_k=8,nodes=24" or
+            "sampled:levels=3,width=2" (at temperatures above 0: the law of plain decoding, not its tokens).
         device: "cpu" (default), or a GPU like "cuda": the eager back end then.
 
     Raises:

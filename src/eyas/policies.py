@@ -1,8 +1,9 @@
-"""How a draft tree grows: `Chain`, `Static` (EAGLE-1) and `Dynamic` (EAGLE-2, arXiv 2406.16858, section 4).
+"""How a draft tree grows: `Chain`, `Static` (EAGLE-1), `Dynamic` (EAGLE-2, arXiv 2406.16858, section 4), `Sampled`.
 
 A policy says how many candidates a node may have, which of them are recorded, which are expanded next, and which nodes
 survive; `grow` asks the drafter level by level. Levels are draft forwards (the pass over verified tokens is the first);
-nodes are draft nodes, the root not counted. Policies never see a model, drafters never see a policy.
+nodes are draft nodes, the root not counted. Policies never see a model, drafters never see a policy. A sampled tree is
+drawn instead of chosen, and carries the laws that it was drawn from (`verify.accept_many`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
 from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError, one_line
-from eyas.tree import Tree, best_nodes
+from eyas.sampling import Sampling
+from eyas.tree import DraftLaw, Tree, best_nodes
 
 StateT = TypeVar("StateT")
 RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
+_ALL = (1 << 31) - 1  # a width that no draft vocabulary reaches: drafters give what they have
+_MOST_NODES = 1024  # of a sampled tree, whose size is a power of its levels
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,15 @@ class Policy(ABC):
         """The nodes, root first, that are verified."""
         return range(len(scores))
 
+    def check(self, sampling: Sampling) -> None:  # noqa: B027 (no abstract method: most policies run under all)
+        """Refuse settings under which this policy has no trees.
+
+        Raises:
+            InputError: there are none.
+        """
+
     by_rank = False  # do `records` and `expands` want rank paths? They cost time
+    keyed = True  # does drafted output equal plain output token for token, or only in its law?
 
 
 @dataclass(frozen=True)
@@ -171,16 +183,66 @@ class Dynamic(Policy):
         return best_nodes(scores, self.nodes)
 
 
+@dataclass(frozen=True)
+class Sampled(Policy):
+    """`num_children` tokens drawn from q, without replacement, below every node of every level (EAGLE-1's way at
+    temperatures above 0; RSD-S in arXiv 2402.14160).
+
+    All are expanded and none is pruned: what is verified must not depend on what was drawn, else the children would no
+    longer have the law q, and the accept rule would not be exact.
+    """
+
+    num_levels: int = 3
+    num_children: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.num_levels, self.num_children) < 1:
+            raise InputError(f"a sampled tree needs levels and width of at least 1, got {self}")
+        small = max(self.num_levels, self.num_children) <= _MOST_NODES
+        if not small or sum(self.num_children**level for level in range(1, self.num_levels + 1)) > _MOST_NODES:
+            raise InputError(f"a sampled tree keeps all of its nodes, at most {_MOST_NODES}, and {self} has more")
+
+    def __str__(self) -> str:
+        return f"sampled:levels={self.num_levels},width={self.num_children}"
+
+    @property
+    def levels(self) -> int:
+        return self.num_levels
+
+    @property
+    def width(self) -> int:
+        return _ALL  # q whole: a draw from the best few would have another law
+
+    def expands(self, level: Level) -> list[int]:
+        return list(range(len(level.scores)))
+
+    def check(self, sampling: Sampling) -> None:
+        if sampling.temperature == 0:
+            raise InputError(f"the tree {self} is drawn at random and needs a temperature above 0, got 0: "
+                             f"give --temperature, or another tree")  # fmt: skip
+
+    keyed = False
+
+
 def grow(
-    policy: Policy, drafter: Drafter[StateT], state: StateT, root: int, first: Candidates, max_levels: int
+    policy: Policy,
+    drafter: Drafter[StateT],
+    state: StateT,
+    root: int,
+    first: Candidates,
+    max_levels: int,
+    sampling: Sampling | None = None,
+    position: int = 0,
 ) -> Tree:
     """A tree below the token `root`: expand level by level, then prune (rerank).
 
     `first` are the candidates that `observe` returned for the root's children; `max_levels` clips the policy to what
-    the token budget and the context still allow.
+    the token budget and the context still allow. `sampling` and `position`, that of the root's children, are what a
+    `Sampled` tree is drawn with.
     """
     tokens, parents, scores = [root], [-1], [0.0]
     paths: list[RankPath] = [()]  # kept up only for policies that go by rank
+    laws: dict[int, DraftLaw] = {}  # filled only where nodes are drawn
     frontier = [0]  # nodes whose candidates the drafter has just given
     candidates = first
     levels = min(policy.levels, max_levels)
@@ -188,7 +250,12 @@ def grow(
     for number in range(1, levels + 1):
         begin = len(tokens)
         rows: list[int] = []  # by new node: the row that proposed it
-        token_lists, logprob_lists = candidates.tokens_KW.tolist(), candidates.logprobs_KW.tolist()
+        if isinstance(policy, Sampled):
+            assert sampling is not None, "a sampled tree is drawn with it"
+            token_lists, logprob_lists, drawn_from = _draw(policy, candidates, frontier, sampling, position)
+            laws |= drawn_from
+        else:
+            token_lists, logprob_lists = candidates.tokens_KW.tolist(), candidates.logprobs_KW.tolist()
         for k, node in enumerate(frontier):
             below, logprobs = token_lists[k], logprob_lists[k]
             if -math.inf in logprobs:  # fewer candidates than the others have
@@ -211,11 +278,31 @@ def grow(
             break
         frontier = [begin + place for place in chosen]
         candidates = drafter.expand(state, [rows[p] for p in chosen], [tokens[n] for n in frontier], policy.width)
-    return Tree.select(tokens, parents, scores, policy.survivors(scores))
+    tree = Tree.select(tokens, parents, scores, policy.survivors(scores))
+    return replace(tree, laws=laws) if laws else tree  # a drawn tree is not pruned: nodes have kept their numbers
+
+
+def _draw(
+    policy: Sampled, candidates: Candidates, nodes: Sequence[int], sampling: Sampling, position: int
+) -> tuple[list[list[int]], list[list[float]], dict[int, DraftLaw]]:
+    """The tokens drawn below each node and their log-probabilities; the laws of the nodes that got any."""
+    token_lists: list[list[int]] = []
+    logprob_lists: list[list[float]] = []
+    laws = {}
+    for node, tokens_W, logprobs_W in zip(nodes, candidates.tokens_KW, candidates.logprobs_KW, strict=True):
+        q_W = sampling.draft_law(logprobs_W)
+        law = DraftLaw(tokens_W[q_W > 0], q_W[q_W > 0])
+        drawn = sampling.draw_distinct(law.q_W, law.tokens_W, policy.num_children, position, node)
+        token_lists.append(law.tokens_W[drawn].tolist())
+        logprob_lists.append(law.q_W[drawn].log().tolist())
+        if drawn:
+            laws[node] = law
+    return token_lists, logprob_lists, laws
 
 
 def parse_policy(text: str) -> Policy:
-    """`chain:K`, `static`, `static:FILE` or `dynamic[:levels=6,top_k=8,nodes=24]` (omitted keys take these values).
+    """`chain:K`, `static`, `static:FILE`, `dynamic[:levels=6,top_k=8,nodes=24]` or `sampled[:levels=3,width=2]`
+    (omitted keys take these values).
 
     Raises:
         InputError: anything else, a file that cannot be read, or a tree that cannot be.
@@ -226,8 +313,13 @@ def parse_policy(text: str) -> Policy:
     if kind == "static":
         return _static(rest)
     if kind == "dynamic":
-        return _dynamic(rest)
-    raise InputError(f"unknown tree {text!r}: give chain:K, static, static:FILE or dynamic:levels=6,top_k=8,nodes=24")
+        values = _settings(kind, rest, {"levels": 6, "top_k": 8, "nodes": 24})
+        return Dynamic(values["levels"], values["top_k"], values["nodes"])
+    if kind == "sampled":
+        values = _settings(kind, rest, {"levels": 3, "width": 2})
+        return Sampled(values["levels"], values["width"])
+    raise InputError(f"unknown tree {text!r}: give chain:K, static, static:FILE, dynamic:levels=6,top_k=8,nodes=24 "
+                     f"or sampled:levels=3,width=2")  # fmt: skip
 
 
 def _static(file: str) -> Static:
@@ -239,11 +331,11 @@ def _static(file: str) -> Static:
         raise InputError(f"cannot read the tree file {file!r}: {error}") from error
 
 
-def _dynamic(text: str) -> Dynamic:
-    values = {"levels": 6, "top_k": 8, "nodes": 24}
+def _settings(kind: str, text: str, defaults: Mapping[str, int]) -> dict[str, int]:
+    values = dict(defaults)
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key not in values or not value.isdecimal():
-            raise InputError(f"unknown tree setting {item!r}: dynamic takes {', '.join(f'{k}=N' for k in values)}")
+        if key not in values or not value.isdecimal() or len(value) > 9:
+            raise InputError(f"unknown tree setting {item!r}: {kind} takes {', '.join(f'{k}=N' for k in values)}")
         values[key] = int(value)
-    return Dynamic(values["levels"], values["top_k"], values["nodes"])
+    return values

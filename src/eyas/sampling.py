@@ -31,19 +31,25 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _uniform(seed: int, sample: int, position: int, tokens: np.ndarray) -> np.ndarray:
+def _uniform(tokens: np.ndarray, *parts: int) -> np.ndarray:
     """Float64 strictly between 0 and 1 for `tokens` (int64): a pure function of its arguments, 53 bits a draw."""
     key = np.zeros(1, dtype=np.uint64)
-    for part in (seed, sample, position):
+    for part in parts:
         key = _mix(key + _GOLDEN + np.uint64(part % (1 << 64)))
     bits = _mix(_mix(tokens.astype(np.uint64) * _GOLDEN + key)) >> np.uint64(11)
     uniform = (bits.view(np.int64).astype(np.float64) + 0.5) * 2.0**-53  # processors convert signed numbers faster
     return np.minimum(uniform, 1 - 2.0**-53, out=uniform)  # the very last value has been rounded to 1
 
 
-def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor) -> Tensor:
+# Streams of noise beside the target's own: what a draft draws, and what accepts it, must not depend on that, nor on one
+# another. Any two large numbers do.
+_DRAFT, _ACCEPT = 0x5851F42D4C957F2D, 0x14057B7EF767814F
+
+
+def gumbel_noise(seed: int, sample: int, position: int, tokens: Tensor, *stream: int) -> Tensor:
     """Float64 Gumbel noise for `tokens` (int64, any shape): a pure function of its arguments, from -3.7 to 36.8."""
-    uniform = torch.from_numpy(_uniform(seed, sample, position, tokens.cpu().numpy())).to(tokens.device)
+    uniform = _uniform(tokens.cpu().numpy(), seed, sample, position, *stream)
+    uniform = torch.from_numpy(uniform).to(tokens.device)
     return -torch.log(-torch.log(uniform))
 
 
@@ -190,6 +196,42 @@ class Sampling:
             raise _nothing_left(logits_V, prefix)
         return int(survivors[int(keyed.cpu().numpy().argmax())])  # the first one, as ids ascend
 
+    def probabilities(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
+        """[V] float64: the law of `draw` at a temperature above 0.
+
+        Raises:
+            FloatingPointError: as `draw`.
+        """
+        assert self.temperature > 0, "greedy decoding draws nothing"
+        p_V = self.filtered(self.adjusted(logits_V, prefix)).to(torch.float64).softmax(-1)
+        if bool(p_V.isnan().any()):
+            raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+        return p_V
+
+    def draft_law(self, logprobs_W: Tensor) -> Tensor:
+        """[W] float64: the distribution q that a draft's log-probabilities make at the target's temperature and under
+        its filters, as in EAGLE-1's code; all zeros where none of them is a number."""
+        assert self.temperature > 0, "greedy decoding draws nothing"
+        known_W = logprobs_W.isfinite()
+        if not bool(known_W.any()):
+            return torch.zeros(logprobs_W.shape, dtype=torch.float64)
+        scores_W = logprobs_W.to(torch.float64).masked_fill(~known_W, -math.inf)
+        return self.filtered((scores_W - scores_W.max()) / self.temperature).softmax(-1)
+
+    def draw_distinct(self, q_W: Tensor, tokens_W: Tensor, count: int, position: int, node: int) -> list[int]:
+        """Places in `tokens_W` of up to `count` tokens drawn from q > 0 without replacement, in the order drawn.
+
+        The `count` largest of log q + Gumbel noise have that law (Gumbel top-k: Kool et al. 2019, arXiv 1903.06059).
+        The noise is keyed by the draft tree's place (`position` of the root's children) and by `node`, so that no two
+        nodes of an answer share it.
+        """
+        noise_W = gumbel_noise(self.seed, self.sample, position, tokens_W, _DRAFT, node)
+        return (q_W.log() + noise_W).topk(min(count, len(q_W))).indices.tolist()
+
+    def uniforms(self, position: int, count: int) -> list[float]:
+        """Uniform numbers in (0, 1) for the decisions at absolute `position`; independent of all other draws."""
+        return _uniform(np.arange(count), self.seed, self.sample, position, _ACCEPT).tolist()
+
     def adjusted(self, logits_V: Tensor, prefix: Prefix) -> Tensor:
         """Scores before the filters, temperature included, in float32 or better."""
         return self._tempered(self.processed(logits_V, prefix))
@@ -305,7 +347,7 @@ class Sampling:
             ids, scores = ids[kept], scores[kept]
         if len(ids) > _FEW:
             # argmax(score + noise) = argmin(exp(-noise - score)), whose first factor is -log(uniform)
-            race = -np.log(_uniform(self.seed, self.sample, position, ids)) * np.exp(-scores)
+            race = -np.log(_uniform(ids, self.seed, self.sample, position)) * np.exp(-scores)
             kept = race <= race.min() * (1 + _DOUBT)
             ids, scores = ids[kept], scores[kept]
         return ids, scores

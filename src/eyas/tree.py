@@ -1,16 +1,29 @@
 """A draft tree and all index arithmetic that follows from it.
 
 Knows tokens, parents and scores; refuses to know models, drafters or policies. Legend: N nodes; node 0 is the
-root, the token that was emitted last; parents come before their children. A chain is a tree.
+root, the token that was emitted last; parents come before their children. A chain is a tree. W tokens that a draft may
+draw, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftLaw:
+    """The distribution q that children were drawn from: target ids, all distinct, and their probabilities (float64)."""
+
+    tokens_W: Tensor
+    q_W: Tensor
+
+    def dense(self, vocab_size: int) -> Tensor:
+        """q over the target's vocabulary [V]: zero for tokens that the draft never proposes."""
+        return torch.zeros(vocab_size, dtype=torch.float64).index_copy(0, self.tokens_W.cpu(), self.q_W.cpu())
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,8 @@ class Tree:
         tokens: N token ids; `tokens[0]` is the root.
         parents: N node numbers; `parents[0]` is -1, else `parents[i] < i`.
         scores: N cumulative draft log-probabilities; 0.0 for the root. Empty means "not drafted": all zeros.
+        laws: by node, the law that its children were drawn from without replacement, in node order. Empty means
+            "chosen, not drawn".
 
     Raises:
         ValueError: lengths differ, a parent does not precede its child, or two siblings carry one token (then
@@ -30,6 +45,7 @@ class Tree:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     scores: tuple[float, ...] = ()
+    laws: Mapping[int, DraftLaw] = field(default_factory=dict, repr=False, compare=False)
     depths: tuple[int, ...] = field(init=False, repr=False)
     _children: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
 
@@ -51,6 +67,8 @@ class Tree:
                 raise ValueError(f"nodes {children[parent][token]} and {node} are siblings with one token {token}")
             depths[node] = depths[parent] + 1
             children[parent][token] = node
+        if self.laws and self.laws.keys() != {node for node in range(n) if children[node]}:
+            raise ValueError(f"a tree of drawn nodes has a law for each node with children, got {sorted(self.laws)}")
         object.__setattr__(self, "scores", tuple(scores))
         object.__setattr__(self, "depths", tuple(depths))
         object.__setattr__(self, "_children", tuple(children))
@@ -77,6 +95,10 @@ class Tree:
         while path[-1] != 0:
             path.append(self.parents[path[-1]])
         return path[::-1]
+
+    def without_laws(self) -> Tree:
+        """The same nodes, without the numbers that they were drawn from: no longer fit to be verified by them."""
+        return replace(self, laws={}) if self.laws else self
 
     def leaves(self) -> list[int]:
         """Nodes without children, in node order."""
