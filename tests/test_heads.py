@@ -240,7 +240,7 @@ def test_speculative_equals_plain(target: EagerTarget, settings: dict) -> None:
     for number, policy in enumerate(POLICIES):
         for temperature in (0.0, 0.8):
             sampling = Sampling(temperature, top_p=0.9, seed=number)
-            plain, drafted = both(target, head, parse_policy(policy), sampling, Stop(30))
+            plain, drafted = both(target, head, parse_policy(policy), sampling, Stop(16))
             assert drafted.tokens == plain.tokens, (policy, temperature)
 
 
@@ -252,6 +252,7 @@ def test_over_a_native_target(tmp_path: Path, settings: dict, weights: str) -> N
     eager = tiny_target(torch.float32)
     target: Target = NativeTarget(*pack_target(eager, weights), "tiny")
     assert isinstance(target, NativeTarget)
+    native.core().set_num_threads(1)  # tiny products, as in conftest.py
     head = shaken_head(eager, KNOWN, **settings)
     save_head(head, tmp_path, {}, "a head\n")
     drafter = load_native_head(str(tmp_path), target)

@@ -98,11 +98,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     model = _load(arguments, arguments.head)
     ids = model.encode(prompt, arguments.chat)
     stop = model.stopping(arguments.max_new_tokens, arguments.stop)
+    sampling = _sampling(arguments, model)  # before the clock starts: a grammar reads the whole vocabulary
     stream = TextStream(stop, model.decode)
     out = sys.stderr if arguments.json else sys.stdout
 
     def shown():
-        for round_ in model.rounds(ids, _sampling(arguments, model), stop):
+        for round_ in model.rounds(ids, sampling, stop):
             print(stream.feed(round_), end="", file=out, flush=True)
             yield round_
 
