@@ -1,13 +1,14 @@
 """The property that eyas stands on: speculative output equals plain output, token for token.
 
-Float64 on tiny models, where equality is absolute: heads x policies x temperatures x filters, budgets and stops that
-fall into the middle of an accepted path, drafters that are always right and always wrong.
+Float64 on tiny models, where equality is absolute: drafters x policies x temperatures x families x settings, budgets
+and stops that fall into the middle of an accepted path, drafters that are always right and always wrong.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tiny import FAMILY_SETTINGS, VOCAB, tiny_target, tiny_tokenizer
 from torch import Tensor
 
 from eyas.drafters.base import Candidates, Drafter
+from eyas.drafters.lookup import Lookup
+from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
 from eyas.grammar import Grammar
@@ -126,17 +129,43 @@ def test_speculative_equals_plain(
         assert all(len(r.tokens) <= len(r.path) for r in drafted.rounds[1:])
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("family", [family for family in FAMILY_SETTINGS if family != "llama"])
-def test_every_family_is_lossless(family: str, kind: str) -> None:
-    """Texts longer than the windows of the windowed families."""
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"<{token}>" for token in tokens)
+
+
+def cases(target: EagerTarget, temperature: float) -> dict[str, tuple[Sampling, Stop, list[int]]]:
+    """Everything that decides where an answer goes and ends, with plain decoding's tokens."""
+    keyed = Sampling(temperature, seed=1, eos_ids=(2,))
+    filtered = replace(keyed, top_k=40, top_p=0.9, min_p=0.01)
+    penalised = replace(keyed, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
+    tokens = timed(generate_plain(target, PROMPT, filtered, Stop(18))).tokens
+    asked = {
+        "filters": (filtered, Stop(18)),
+        "penalties": (penalised, Stop(18)),
+        "grammar": (replace(keyed, constraint=GRAMMAR), Stop(18)),
+        "stop string": (filtered, Stop(18, strings=(text_of(tokens[12:14]),), decode=text_of)),
+        "budget": (filtered, Stop(12)),
+        "end token": (filtered, Stop(18, eos_ids=(tokens[13],))),
+    }
+    return {name: (*case, timed(generate_plain(target, PROMPT, *case)).tokens) for name, case in asked.items()}
+
+
+@pytest.mark.parametrize("family", FAMILY_SETTINGS)
+def test_every_drafter_tree_and_setting_is_lossless(family: str) -> None:
+    """The whole grid, on texts longer than the windows of the windowed families. The small model is the target itself:
+    its trees hold the right tokens, so answers end inside of paths."""
     target = tiny_target(family=family)
-    head = untrained(kind, target)
-    for policy in POLICIES:
-        for temperature in (0.0, 0.7, 1.0):
-            sampling = Sampling(temperature, top_p=0.9, seed=1)
-            plain, drafted = both(target, head, parse_policy(policy), sampling, Stop(30))
-            assert drafted.tokens == plain.tokens, (policy, temperature)
+    drafters = {kind: untrained(kind, target) for kind in ("eagle", "eagle3")}
+    drafters |= {"lookup": Lookup(), "small": SmallModel(target)}
+    mid_path = 0
+    for temperature in (0.0, 0.7, 1.0):
+        for case, (sampling, stop, tokens) in cases(target, temperature).items():
+            for (kind, drafter), policy in itertools.product(drafters.items(), POLICIES):
+                drafted = timed(generate(target, drafter, parse_policy(policy), PROMPT, sampling, stop))
+                assert drafted.tokens == tokens, (temperature, case, kind, policy)
+                last = drafted.rounds[-1]
+                mid_path += last.tree is not None and any(last.tree.children(node) for node in last.path[-1:])
+    assert mid_path > 20, "answers end above nodes that a wrong rule would go on to"
 
 
 @pytest.mark.parametrize("budget", range(1, 12))

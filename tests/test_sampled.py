@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_target
 from torch import Tensor
 
 import eyas.verify
-from eyas.drafters.base import Batch, Candidates, Drafter
+from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
 from eyas.measure import tau, timed
@@ -60,8 +60,8 @@ class Scripted(Drafter):
     def can_propose(self, token: int) -> bool:
         return token in self.vocabulary
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        raise AssertionError("not trained")
+    def rewind(self, state: object, length: int) -> None:
+        raise AssertionError("no second turn here")
 
 
 class Remembered(Target[list[int]]):
@@ -107,6 +107,9 @@ class Remembered(Target[list[int]]):
 
     def keep(self, cache: list[int], path: Sequence[int]) -> None:
         cache += [self._tree.tokens[node] for node in path]
+
+    def rewind(self, cache: list[int], length: int) -> None:
+        del cache[length:]
 
     embedding_VD = head_VD = property(lambda self: torch.empty(0))  # type: ignore[assignment]
 
