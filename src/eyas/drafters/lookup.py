@@ -7,7 +7,6 @@ the text and is never made anew. Legend: K nodes, W candidates, n the length of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -76,13 +75,10 @@ class Lookup(Drafter[LookupState]):
 def _candidates(state: LookupState, ends: Sequence[tuple[int, ...]], width: int) -> Candidates:
     found = [_below(state, end, width) for end in ends]
     most = max(len(best) for best in found)
-    tokens_KW = torch.zeros(len(ends), most, dtype=torch.int64)
-    logprobs_KW = torch.full((len(ends), most), -math.inf)
-    for k, best in enumerate(found):
-        if best:
-            tokens_KW[k, : len(best)] = torch.tensor([token for token, _ in best])
-            logprobs_KW[k, : len(best)] = torch.tensor([p for _, p in best]).log()
-    return Candidates(tokens_KW, logprobs_KW)
+    filled = [best + [(0, 0.0)] * (most - len(best)) for best in found]
+    tokens_KW = torch.tensor([[token for token, _ in row] for row in filled], dtype=torch.int64)
+    p_KW = torch.tensor([[p for _, p in row] for row in filled], dtype=torch.float32)
+    return Candidates(tokens_KW, p_KW.log())  # no candidate: -inf
 
 
 def _below(state: LookupState, end: tuple[int, ...], width: int) -> list[tuple[int, float]]:
