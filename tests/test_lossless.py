@@ -81,6 +81,9 @@ class Oracle(Drafter):
         tokens = [[(token + 1 + decoy) % VOCAB for decoy in range(self.decoys)] + [token % VOCAB] for token in best]
         return Candidates(torch.tensor(tokens), torch.zeros(len(texts), self.decoys + 1))
 
+    def rewind(self, state: list[list[int]], length: int) -> None:
+        state[:] = [state[0][: length + 1]]
+
     def can_propose(self, token: int) -> bool:
         return True
 
