@@ -40,7 +40,7 @@ class Scripted(Drafter):
     kind = "eagle"
     reads = ()
 
-    def new_state(self) -> Texts:
+    def new_state(self, first: int | None = None) -> Texts:
         return [[]]
 
     def observe(self, state: Texts, tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
