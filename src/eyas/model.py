@@ -312,28 +312,37 @@ class Model:
         prompts = cast("Sequence[Prompt]", prompt if many else [prompt])
         requests = self._requests(prompts, n, options)
         memory = None if many or n > 1 else self._memory
-        collected, begun = [_Collected(logprobs) for _ in requests], time.perf_counter()
+        outputs = self._answers(requests, batch_size, logprobs, streamer, memory)
+        if n == 1:
+            return outputs if many else outputs[0]
+        by_prompt = [outputs[i :: len(prompts)] for i in range(len(prompts))]
+        return by_prompt if many else by_prompt[0]
+
+    def _answers(
+        self,
+        requests: Sequence[Request],
+        slots: int,
+        logprobs: bool,
+        streamer: Streamer | None,
+        memory: Memory[Any, Any] | None,
+    ) -> list[Output]:
+        begun = time.perf_counter()
+        collected = [_Collected(logprobs) for _ in requests]
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt]))
         for number, round_ in generate_many(
-            self.target, self.drafter, self.policy, requests, batch_size, with_logits=logprobs, memory=memory
+            self.target, self.drafter, self.policy, requests, slots, with_logits=logprobs, memory=memory
         ):
             collected[number].add(round_)
             if streamer is not None:
                 streamer.put(torch.tensor(round_.tokens))
         if streamer is not None:
             streamer.end()
-        seconds = time.perf_counter() - begun
-        work = sum(one.milliseconds for one in collected)
-        outputs = [
-            self.output(Answer(one.rounds, seconds * one.milliseconds / work), len(request.prompt), request.stop,
-                        one.logprobs)
+        share = (time.perf_counter() - begun) / sum(one.milliseconds for one in collected)
+        return [
+            self.output(Answer(one.rounds, one.milliseconds * share), len(request.prompt), request.stop, one.logprobs)
             for one, request in zip(collected, requests, strict=True)
-        ]  # fmt: skip
-        if n == 1:
-            return outputs if many else outputs[0]
-        by_prompt = [outputs[i :: len(prompts)] for i in range(len(prompts))]
-        return by_prompt if many else by_prompt[0]
+        ]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[str]:
         """The text of `generate` piece by piece, whole characters only. Raises what `generate` raises."""
