@@ -32,7 +32,8 @@ from eyas.verify import Stop
 TEXT = [1, 8, 4, 4, 30, 17, 55, 2, 9, 41, 12, 33]
 DRAFTED = [20, 3, 47]  # a chain grown from the last token of the text
 KNOWN = [token for token in range(VOCAB) if token % 7]
-each_head = pytest.mark.parametrize("settings", [{}, *HEADS.values()], ids=["plain", *HEADS])
+WINDOWED = {"layers": 2, "window": 2}  # shorter than the texts and than the chains
+each_head = pytest.mark.parametrize("settings", [{}, *HEADS.values(), WINDOWED], ids=["plain", *HEADS, "window"])
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,10 @@ def attention(a_TE: Tensor, weight: dict[str, Tensor], config: dict) -> Tensor:
         q = turned(a_TE @ weight["self_attn.q_proj"][h * size : (h + 1) * size].T, theta)
         k = turned(a_TE @ weight["self_attn.k_proj"][g * size : (g + 1) * size].T, theta)
         v = a_TE @ weight["self_attn.v_proj"][g * size : (g + 1) * size].T
-        scores = q @ k.T / math.sqrt(size) + torch.full((len(q), len(q)), -math.inf).double().triu(1)
+        hidden = torch.full((len(q), len(q)), -math.inf).double()
+        scores = q @ k.T / math.sqrt(size) + hidden.triu(1)
+        if "eyas_window" in config:
+            scores = scores + hidden.tril(-config["eyas_window"])
         outputs.append(scores.softmax(-1) @ v)
     return torch.cat(outputs, dim=-1) @ weight["self_attn.o_proj"].T
 

@@ -31,6 +31,7 @@ from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget, pack_target
+from eyas.train import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop
 
@@ -253,11 +254,12 @@ def test_what_the_core_does_not_know_is_unsupported() -> None:
 # -- drafting ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("window", [0, 2, 30])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_a_native_head_drafts_as_its_module(kind: str) -> None:
+def test_a_native_head_drafts_as_its_module(kind: str, window: int) -> None:
     """The same candidates and nearly the same confidences, level after level, round after round."""
     eager = tiny_target(torch.float32)
-    module = untrained(kind, eager).float()
+    module = new_head(kind, eager, window=window).eval()
     twin = NativeDrafter(module, "bfloat16")
     hidden_TLD = eager.verify([(eager.new_cache(), Tree.chain(LONG))], module.reads)[0].hidden_NLD
     followers = [*LONG[1:], 9]

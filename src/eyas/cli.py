@@ -215,6 +215,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.ttt_steps,
         arguments.noise,
         arguments.layers,
+        window=length,
     )
     reads = tuple(dict.fromkeys((*head.reads, target.spec.num_layers)))
     source: features.Features = features.Streamed(target, training, reads)

@@ -251,6 +251,7 @@ def _block_config(config: Mapping[str, object], tensors: Mapping[str, Tensor], p
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=_number({**rope, **config}, "rope_theta", 10000.0),  # released heads without it were trained so
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in tensors,
+        window=int(_number(config, "eyas_window")) if "eyas_window" in config else 0,
     )
 
 
@@ -329,6 +330,8 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         "torch_dtype": str(dtype).removeprefix("torch."),
         **extra,
     }
+    if block.window:
+        config["eyas_window"] = block.window
     if isinstance(head, Eagle):
         config |= {"bias": head.config.fc_bias, "qkv_bias": block.qkv_bias}
     else:

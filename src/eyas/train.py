@@ -91,11 +91,13 @@ def new_head(
     steps: int = 7,
     noise: float = 0.1,
     layers: int = 1,
+    window: int = 0,
     **switches: bool,
 ) -> Eagle | Eagle3:
     """An untrained head that starts from the target's last layer, its fusion from the identity on the highest state.
 
-    `steps` and `noise` are the objectives' own (training-time test, feature noise). `layers` and `switches` (those
+    `steps` and `noise` are the objectives' own (training-time test, feature noise). `window` bounds how far drafting
+    looks back: the length of the texts that it will be trained on. `layers` and `switches` (those
     of `Eagle3Config`) are for EAGLE-3; layers after the first start as the identity.
 
     Raises:
@@ -120,6 +122,7 @@ def new_head(
         ffn_width=spec.ffn_width,
         norm_eps=spec.norm_eps,
         rope_theta=spec.rope_theta,
+        window=window,
     )
     layer = {key: value.detach().float() for key, value in target.last_layer().items()}
     generator = torch.Generator().manual_seed(0)

@@ -31,6 +31,7 @@ class BlockConfig:
     norm_eps: float
     rope_theta: float
     qkv_bias: bool = False
+    window: int = 0  # positions that drafting looks back over, itself included; 0: all. As long as training's texts
 
 
 class RMSNorm(nn.Module):
@@ -160,6 +161,10 @@ class Memory:
         self.values_GSC[:, slot:end] = values_TGC.transpose(0, 1)
 
 
+def _window(block: Block, all_positions: int) -> int:
+    return block.self_attn.config.window or all_positions
+
+
 class DraftState:
     """What a head remembers of one sequence.
 
@@ -179,7 +184,8 @@ class DraftState:
         """Run verified pairs through the layers, drop the round before, start a new one; the last row's output."""
         num = len(x_TD)
         positions_T = torch.arange(self.length, self.length + num, device=x_TD.device)
-        mask = positions_T[:, None] >= torch.arange(self.length + num, device=x_TD.device)
+        seen = torch.arange(self.length + num, device=x_TD.device)
+        mask = (seen <= positions_T[:, None]) & (seen > positions_T[:, None] - _window(block, self.length + num))
         hidden_TD = self._run(block, later, x_TD, a_TE, self.length, positions_T, mask)
         self.length += num
         self.level = 0
@@ -197,10 +203,11 @@ class DraftState:
         first = len(self._ancestors)
         slots = first - 1
         mask = torch.zeros(len(rows), self.length + slots + len(rows), dtype=torch.bool)
-        mask[:, : self.length] = True
+        window = _window(block, self.length + self.level + 1)
+        mask[:, max(0, self.length + self.level + 1 - window) : self.length] = True
         for k, row in enumerate(rows):
             self._ancestors.append([*self._ancestors[row], slots + k])
-            mask[k, [self.length + slot for slot in self._ancestors[-1]]] = True
+            mask[k, [self.length + slot for slot in self._ancestors[-1][-window:]]] = True
         positions_K = torch.full((len(rows),), self.length + self.level, device=x_KD.device)
         hidden_KD = self._run(block, later, x_KD, a_KE, self.length + slots, positions_K, mask.to(x_KD.device))
         self.level += 1

@@ -123,7 +123,7 @@ def _assemble(
         down=matrix(arrays, "down", kind, block.width, block.ffn_width),
         norms={"mlp": norms["mlp"]},
         activation="silu",
-        windowed=False,
+        windowed=block.window > 0,
         rope=0,
     )
     half = block.head_dim // 2
@@ -149,7 +149,7 @@ def _shape(block: BlockConfig) -> dict[str, float]:
         "kv_heads": block.kv_heads,
         "head_dim": block.head_dim,
         "ffn_width": block.ffn_width,
-        "window": 0,
+        "window": block.window,
         "norm_eps": block.norm_eps,
         "query_scale": block.head_dim**-0.5,
     }
