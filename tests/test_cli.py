@@ -100,7 +100,7 @@ def test_constraint_flags(capsys: pytest.CaptureFixture[str], folder: Path, tmp_
     )["rows"]  # fmt: skip
     assert [(row["identical"], row["sequences"]) for row in rows] == [(1, 1), (1, 1)]
     assert (
-        main([*common, *schema, "--min-new-tokens", "99", "--max-new-tokens", "99"]) == 1
+        main([*common, *schema, "--min-new-tokens", "99", "--max-new-tokens", "99"]) == 2
     )  # longer than any that fits
     out, err = capsys.readouterr()
     assert "leave no token to draw" in err and "Traceback" not in err
