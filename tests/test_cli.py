@@ -280,7 +280,7 @@ def test_train_a_head_of_two_layers(capsys: pytest.CaptureFixture[str], folder: 
         (["--target", "{t}", "--prompt", "x", "--json-schema", "{t}/chat_template.jinja"], "not JSON"),
         (["--target", "{t}", "--prompt", "x", "--json-schema", "{schema}"], "--json-schema"),
         (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "0"], "must be between 1"),
-        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "invalid"),
+        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "must be between 1 and 1000000, got many"),
         (["--target", "{t}", "--prompt", "x", "--tree", "bush"], "unknown tree 'bush'"),
         (["--target", "{t}", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
         (["--target", "{t}", "--prompt", "x", "--dtype", "float16"], "float16 is for GPUs"),
@@ -321,6 +321,53 @@ def test_bad_input_is_one_plain_sentence(
     assert message in refused(capsys, "generate", *filled)
     assert message in refused(capsys, "generate", *filled, "--json")
     assert not (tmp_path / "cache" / "targets").exists(), "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-file=--"], "--prompt-file needs another value than --"),
+        (["--prompt-file", "\x00"], "without null characters"),
+        (["--prompt-file", "\ud800"], "must be a text"),
+        (["--head", "x" * 5000], "unknown head"),
+        (["a\nb\x1b[2J\u2028c"], "unrecognized arguments: a b\\x1b[2J c (see"),
+        (["--threads", "x"], "must be between 1 and 1024, got x"),
+        (["--tree", "chain:" + "9" * 5000], "unknown tree"),
+        (["--json-schema", "{nan}"], "nan.json: json_schema: "),
+        (["--repetition-penalty", "1e-300", "--temperature", "1"], "the penalties"),
+    ],
+)
+def test_a_sentence_has_one_line_that_can_be_printed(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "nan.json").write_text('{"enum": [NaN]}')
+    filled = [argument.replace("{nan}", str(tmp_path / "nan.json")) for argument in arguments]
+    for form in ((), ("--json",)):
+        sentence = refused(capsys, "generate", "--target", str(folder / "target"), "--prompt", "x", *form, *filled)
+        assert message in sentence and sentence.isprintable() and len(sentence) < 2100
+
+
+def test_a_number_of_threads_that_is_none(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in ("0", "1025", "x", "9" * 5000):
+        monkeypatch.setenv("EYAS_NUM_THREADS", number)
+        assert "from 1 to 1024" in refused(capsys, "inspect", "--target", str(folder / "target"))
+
+
+def test_what_goes_wrong_in_an_answer_is_said_on_its_own_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text('{"const": "yes"}')
+    common = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--min-new-tokens", "99")
+    common = (*common, "--json-schema", str(tmp_path / "schema.json"))
+    assert main([*common, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-2].strip() == '"yes"'
+    assert err.splitlines()[-1].startswith("eyas: bad words")
+    assert main([*common]) == 2
+    out, err = capsys.readouterr()
+    assert out.strip() == '"yes"' and err.splitlines()[-1].startswith("eyas: bad words")
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ class TextStream:
         self._stop = stop
         self._decode = decode
         self._tokens: list[int] = []
-        self._shown = ""
+        self.shown = ""
 
     def feed(self, round_: Round) -> str:
         """What this round adds to the text; the last round adds all that was held back."""
@@ -144,8 +144,8 @@ class TextStream:
         elif round_.finish_reason is None:
             text = text.rstrip("\ufffd")  # bytes of a character that is not complete yet
             held_back = max((len(string) - 1 for string in self._stop.strings), default=0)
-            text = text[: max(len(text) - held_back, len(self._shown))]
-        piece, self._shown = text[len(self._shown) :], text
+            text = text[: max(len(text) - held_back, len(self.shown))]
+        piece, self.shown = text[len(self.shown) :], text
         return piece
 
 
