@@ -442,6 +442,8 @@ def test_wrong_types_are_refused(folder: Path) -> None:
     for prompt in (
         None,
         3,
+        torch.tensor(3),
+        np.array(3),
         [],
         [True],
         [1.5],
@@ -468,9 +470,37 @@ def test_wrong_types_are_refused(folder: Path) -> None:
         {"min_new_tokens": "3"},
         {"json_schema": "{"},
         {"regex": None},
+        {"regex": "\ud800"},
+        {"stop": 3},
+        {"stop": None},
+        {"chat": "yes"},
+        {"chat": np.array([1, 2])},
+        {"n": 10**9},
+        {"logits_processor": 3},
+        {"logits_processor": [3]},
+        {"streamer": 3},
+        {"bad_words": [[token] for token in range(260)], "min_new_tokens": 9},
     ):
         with pytest.raises(eyas.InputError):
             model.generate("x", **wrong)  # type: ignore[arg-type]
+    for wrong in (
+        {"target": 3},
+        {"target": "x" * 5000},
+        {"head": 3},
+        {"head": "x" * 5000},
+        {"head": ["lookup"]},
+        {"tree": None},
+        {"tree": 3},
+        {"tree": "static:\x00"},
+        {"backend": ["eager"]},
+        {"backend": np.array([1, 2])},
+        {"dtype": np.array([1, 2])},
+        {"dtype": 3},
+        {"device": 1.5},
+    ):
+        with pytest.raises(eyas.InputError):
+            eyas.load(**{"target": str(folder / "target"), **wrong})  # type: ignore[arg-type]
+    assert model.generate("x", max_new_tokens=3, logits_processor=None) is not None
     ids = np.array(model.encode("x"))
     assert model.generate(ids, max_new_tokens=3).token_ids == model.generate("x", max_new_tokens=3).token_ids
     whole = model.generate("x", max_new_tokens=9)

@@ -42,6 +42,7 @@ from eyas.targets.native import NativeTarget
 from eyas.verify import FinishReason, Stop
 
 BACKENDS = ("auto", "eager", "native")
+_MOST_SAMPLES = 1_000_000  # of a prompt
 # Until trees are tuned: the best that were measured on two cores (docs/log.md).
 AUTO_TREES = {
     ("native", torch.bfloat16): "dynamic:levels=4,top_k=3,nodes=5",
@@ -78,7 +79,7 @@ class Settings(TypedDict, total=False):
     json_schema: str | Mapping[str, Any]
     regex: str  # in Rust's syntax
     lark: str  # in llguidance's dialect
-    logits_processor: Sequence[Processor]
+    logits_processor: Sequence[Processor] | None
     seed: int
     sample: int
 
@@ -170,12 +171,17 @@ class Model:
                 raise InputError("the prompt is empty: it must hold at least one character")
             if chat is None:
                 chat = self.tokenizer.chat_template is not None
+            elif type(chat) is not bool:
+                raise InputError(f"chat must be True, False or None, got {chat!r}")
             if not chat:
                 return self._tokenize(prompt, special=True)
             prompt = [Message(role="user", content=prompt)]
-        if not isinstance(prompt, Iterable):
-            raise InputError(f"a prompt is a text, a list of messages or a list of token ids, got {prompt!r}")
-        parts = list(prompt)
+        try:
+            parts = list(prompt)
+        except TypeError as error:
+            raise InputError(
+                f"a prompt is a text, a list of messages or a list of token ids, got {prompt!r}"
+            ) from error
         if not parts:
             raise InputError("the prompt is empty: it must hold at least one token or message")
         if not isinstance(parts[0], dict):
@@ -203,7 +209,10 @@ class Model:
 
     def stopping(self, max_new_tokens: int, stop: str | Sequence[str] = ()) -> Stop:
         """A `Stop` with this model's end tokens and tokenizer; `stop` is one string or several."""
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        try:
+            strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        except TypeError as error:
+            raise InputError(f"stop is a text or a list of texts, got {stop!r}") from error
         return Stop(max_new_tokens, self.target.spec.eos_ids, strings, self.decode)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -222,7 +231,7 @@ class Model:
             raise InputError(f"give one grammar, got {' and '.join(kind for kind, _ in grammars)}")
         for kind, source in grammars:
             fields["constraint"] = Grammar(kind, source, self.tokenizer, spec.vocab_size, spec.eos_ids)
-        fields["processors"] = tuple(fields.pop("logits_processor", ()))
+        fields["processors"] = _processors(fields.pop("logits_processor", None))
         fields["bad_words"] = self._bad_words(fields.pop("bad_words", ()))
         fields.setdefault("repetition_penalty", spec.repetition_penalty)
         sampling = Sampling(eos_ids=spec.eos_ids, **fields)
@@ -302,10 +311,12 @@ class Model:
         Raises:
             InputError: a prompt or a setting is outside what is accepted.
         """
-        if type(n) is not int or n < 1:
-            raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+        if type(n) is not int or not 1 <= n <= _MOST_SAMPLES:
+            raise InputError(f"n must be a whole number from 1 to {_MOST_SAMPLES}, got {n!r}")
         if type(batch_size) is not int or batch_size < 1:
             raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            raise InputError(f"a streamer has the methods put and end, got {streamer!r}")
         many = _is_list(prompt)
         if streamer is not None and (many or n > 1):
             raise InputError("a streamer takes a single answer: give one prompt and n=1")
@@ -412,6 +423,16 @@ class _Collected:
         return sum(round_.draft_ms + round_.verify_ms + round_.other_ms for round_ in self.rounds)
 
 
+def _processors(given: Iterable[Processor] | None) -> tuple[Processor, ...]:
+    try:
+        processors = () if given is None else tuple(given)
+    except TypeError as error:
+        raise InputError(f"logits_processor is a list of functions, got {given!r}") from error
+    if not all(map(callable, processors)):
+        raise InputError(f"logits_processor is a list of functions, got {given!r}")
+    return processors
+
+
 def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Several prompts, or one? A list of texts or of lists is several; a list of messages or token ids is one."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
@@ -451,9 +472,14 @@ def load(
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
     """
+    for what, name in (("target", target), ("head", "none" if head is None else head)):
+        if not isinstance(name, str):
+            raise InputError(f"a {what} is a name or a folder, as a text, got {name!r}")
     place = choose_device(device)
     chosen = choose_backend(backend, dtype, place)
-    if not isinstance(tree, Policy) and tree != "auto":
+    if not isinstance(tree, (str, Policy)):
+        raise InputError(f"a tree is its name or a Policy, got {tree!r}")
+    if isinstance(tree, str) and tree != "auto":
         tree = parse_policy(tree)  # refused now, not after loading
     loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
     policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec)
@@ -526,9 +552,9 @@ def choose_backend(
         InputError: an unknown back end or dtype, or a pair that does not exist.
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
-    if name is not None and name not in (*DTYPES, *native.WEIGHTS):
+    if name is not None and (not isinstance(name, str) or name not in (*DTYPES, *native.WEIGHTS)):
         raise InputError(f"unknown dtype {name!r}: give one of {', '.join(dict.fromkeys((*DTYPES, *native.WEIGHTS)))}")
     on_cpu = device is None or device.type == "cpu"
     if backend == "native" and not on_cpu:
