@@ -437,6 +437,30 @@ def test_a_target_whose_weights_do_not_fit_its_config_is_refused(folder: Path, t
         eyas.load(str(tmp_path / "less"))
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ x", "{{ raise_exception('a\nb') }}"])
+def test_a_chat_template_that_fails(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, template: str
+) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    common = ("generate", "--target", str(tmp_path / "target"), "--prompt", "x", "--max-new-tokens", "2")
+    assert "chat template" in refused(capsys, *common)
+    run_json(capsys, *common, "--raw")
+
+
+def test_end_tokens_that_are_none(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    settings = tmp_path / "target" / "generation_config.json"
+    config = json.loads(settings.read_text())
+    for wrong in ("x", True, [2, 2.5], [None]):
+        settings.write_text(json.dumps({**config, "eos_token_id": wrong}))
+        with pytest.raises(eyas.InputError, match="end tokens|eos_token_id"):
+            eyas.load(str(tmp_path / "target"), dtype="float32")
+    settings.write_text(json.dumps({**config, "eos_token_id": [-1, 2, 260]}))
+    model = eyas.load(str(tmp_path / "target"), dtype="float32")
+    assert model.target.spec.eos_ids == (2,), "of those outside the vocabulary none is ever drawn"
+
+
 def test_wrong_types_are_refused(folder: Path) -> None:
     model = eyas.load(str(folder / "target"), str(folder / "eagle"), tree=eyas.Chain(2))
     for prompt in (

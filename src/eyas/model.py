@@ -12,7 +12,6 @@ from operator import index
 from typing import Any, Literal, Protocol, TypedDict, cast, get_args, overload
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
@@ -191,7 +190,7 @@ class Model:
         messages = [_checked_message(part) for part in parts]
         try:
             text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except Exception as error:  # a template is somebody's program, and raises whatever it stumbles over
             raise InputError(f"the target's chat template refuses the conversation: {one_line(error)}") from error
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
