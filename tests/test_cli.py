@@ -200,12 +200,19 @@ def test_demo_on_a_tiny_model(capsys: pytest.CaptureFixture[str], folder: Path) 
     assert [text["identical"] for text in record["texts"]] == [True, True]
 
 
-def test_inspect(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_inspect(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     record = run_json(capsys, "inspect", "--head", str(folder / "eagle3"), "--target", str(folder / "target"))
     assert record["head"]["kind"] == "eagle3"
     assert record["head"]["draft_vocabulary"] == 130
     assert record["fit"] == {"fits": True, "findings": []}
     assert "wide" in refused(capsys, "inspect", "--head", str(folder / "eagle"), "--target", str(folder / "other"))
+    shutil.copytree(folder / "eagle3", tmp_path / "broken")
+    weights = tmp_path / "broken" / "model.safetensors"
+    save_file({**load_file(weights), "lm_head.weight": torch.zeros(())}, weights)
+    assert run_json(capsys, "inspect", "--head", str(tmp_path / "broken"))["head"]["draft_vocabulary"] is None
+    assert "must be a matrix" in refused(
+        capsys, "inspect", "--head", str(tmp_path / "broken"), "--target", str(folder / "target")
+    )
 
 
 def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
@@ -500,6 +507,7 @@ def test_wrong_types_are_refused(folder: Path) -> None:
         {"chat": "yes"},
         {"chat": np.array([1, 2])},
         {"n": 10**9},
+        {"logprobs": torch.tensor([5, 6])},
         {"logits_processor": 3},
         {"logits_processor": [3]},
         {"streamer": 3},

@@ -314,6 +314,8 @@ class Model:
             raise InputError(f"n must be a whole number from 1 to {_MOST_SAMPLES}, got {n!r}")
         if type(batch_size) is not int or batch_size < 1:
             raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if type(logprobs) is not bool:
+            raise InputError(f"logprobs must be True or False, got {logprobs!r}")
         if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
             raise InputError(f"a streamer has the methods put and end, got {streamer!r}")
         many = _is_list(prompt)
