@@ -100,7 +100,7 @@ def test_constraint_flags(capsys: pytest.CaptureFixture[str], folder: Path, tmp_
     )["rows"]  # fmt: skip
     assert [(row["identical"], row["sequences"]) for row in rows] == [(1, 1), (1, 1)]
     assert (
-        main([*common, *schema, "--min-new-tokens", "99", "--max-new-tokens", "99"]) == 1
+        main([*common, *schema, "--min-new-tokens", "99", "--max-new-tokens", "99"]) == 2
     )  # longer than any that fits
     out, err = capsys.readouterr()
     assert "leave no token to draw" in err and "Traceback" not in err
@@ -200,12 +200,19 @@ def test_demo_on_a_tiny_model(capsys: pytest.CaptureFixture[str], folder: Path) 
     assert [text["identical"] for text in record["texts"]] == [True, True]
 
 
-def test_inspect(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_inspect(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     record = run_json(capsys, "inspect", "--head", str(folder / "eagle3"), "--target", str(folder / "target"))
     assert record["head"]["kind"] == "eagle3"
     assert record["head"]["draft_vocabulary"] == 130
     assert record["fit"] == {"fits": True, "findings": []}
     assert "wide" in refused(capsys, "inspect", "--head", str(folder / "eagle"), "--target", str(folder / "other"))
+    shutil.copytree(folder / "eagle3", tmp_path / "broken")
+    weights = tmp_path / "broken" / "model.safetensors"
+    save_file({**load_file(weights), "lm_head.weight": torch.zeros(())}, weights)
+    assert run_json(capsys, "inspect", "--head", str(tmp_path / "broken"))["head"]["draft_vocabulary"] is None
+    assert "must be a matrix" in refused(
+        capsys, "inspect", "--head", str(tmp_path / "broken"), "--target", str(folder / "target")
+    )
 
 
 def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
@@ -280,7 +287,7 @@ def test_train_a_head_of_two_layers(capsys: pytest.CaptureFixture[str], folder: 
         (["--target", "{t}", "--prompt", "x", "--json-schema", "{t}/chat_template.jinja"], "not JSON"),
         (["--target", "{t}", "--prompt", "x", "--json-schema", "{schema}"], "--json-schema"),
         (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "0"], "must be between 1"),
-        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "invalid"),
+        (["--target", "{t}", "--prompt", "x", "--max-new-tokens", "many"], "must be between 1 and 1000000, got many"),
         (["--target", "{t}", "--prompt", "x", "--tree", "bush"], "unknown tree 'bush'"),
         (["--target", "{t}", "--prompt", "x", "--dtype", "int3"], "unknown dtype 'int3'"),
         (["--target", "{t}", "--prompt", "x", "--dtype", "float16"], "float16 is for GPUs"),
@@ -321,6 +328,53 @@ def test_bad_input_is_one_plain_sentence(
     assert message in refused(capsys, "generate", *filled)
     assert message in refused(capsys, "generate", *filled, "--json")
     assert not (tmp_path / "cache" / "targets").exists(), "nothing half-written"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt-file=--"], "--prompt-file needs another value than --"),
+        (["--prompt-file", "\x00"], "without null characters"),
+        (["--prompt-file", "\ud800"], "must be a text"),
+        (["--head", "x" * 5000], "unknown head"),
+        (["a\nb\x1b[2J\u2028c"], "unrecognized arguments: a b\\x1b[2J c (see"),
+        (["--threads", "x"], "must be between 1 and 1024, got x"),
+        (["--tree", "chain:" + "9" * 5000], "unknown tree"),
+        (["--json-schema", "{nan}"], "nan.json: json_schema: "),
+        (["--repetition-penalty", "1e-300", "--temperature", "1"], "the penalties"),
+    ],
+)
+def test_a_sentence_has_one_line_that_can_be_printed(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "nan.json").write_text('{"enum": [NaN]}')
+    filled = [argument.replace("{nan}", str(tmp_path / "nan.json")) for argument in arguments]
+    for form in ((), ("--json",)):
+        sentence = refused(capsys, "generate", "--target", str(folder / "target"), "--prompt", "x", *form, *filled)
+        assert message in sentence and sentence.isprintable() and len(sentence) < 2100
+
+
+def test_a_number_of_threads_that_is_none(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in ("0", "1025", "x", "9" * 5000):
+        monkeypatch.setenv("EYAS_NUM_THREADS", number)
+        assert "from 1 to 1024" in refused(capsys, "inspect", "--target", str(folder / "target"))
+
+
+def test_what_goes_wrong_in_an_answer_is_said_on_its_own_line(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text('{"const": "yes"}')
+    common = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--min-new-tokens", "99")
+    common = (*common, "--json-schema", str(tmp_path / "schema.json"))
+    assert main([*common, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-2].strip() == '"yes"'
+    assert err.splitlines()[-1].startswith("eyas: bad words")
+    assert main([*common]) == 2
+    out, err = capsys.readouterr()
+    assert out.strip() == '"yes"' and err.splitlines()[-1].startswith("eyas: bad words")
 
 
 @pytest.mark.parametrize(
@@ -390,11 +444,37 @@ def test_a_target_whose_weights_do_not_fit_its_config_is_refused(folder: Path, t
         eyas.load(str(tmp_path / "less"))
 
 
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ x", "{{ raise_exception('a\nb') }}"])
+def test_a_chat_template_that_fails(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, template: str
+) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").write_text(template)
+    common = ("generate", "--target", str(tmp_path / "target"), "--prompt", "x", "--max-new-tokens", "2")
+    assert "chat template" in refused(capsys, *common)
+    run_json(capsys, *common, "--raw")
+
+
+def test_end_tokens_that_are_none(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    settings = tmp_path / "target" / "generation_config.json"
+    config = json.loads(settings.read_text())
+    for wrong in ("x", True, [2, 2.5], [None]):
+        settings.write_text(json.dumps({**config, "eos_token_id": wrong}))
+        with pytest.raises(eyas.InputError, match="end tokens|eos_token_id"):
+            eyas.load(str(tmp_path / "target"), dtype="float32")
+    settings.write_text(json.dumps({**config, "eos_token_id": [-1, 2, 260]}))
+    model = eyas.load(str(tmp_path / "target"), dtype="float32")
+    assert model.target.spec.eos_ids == (2,), "of those outside the vocabulary none is ever drawn"
+
+
 def test_wrong_types_are_refused(folder: Path) -> None:
     model = eyas.load(str(folder / "target"), str(folder / "eagle"), tree=eyas.Chain(2))
     for prompt in (
         None,
         3,
+        torch.tensor(3),
+        np.array(3),
         [],
         [True],
         [1.5],
@@ -421,9 +501,38 @@ def test_wrong_types_are_refused(folder: Path) -> None:
         {"min_new_tokens": "3"},
         {"json_schema": "{"},
         {"regex": None},
+        {"regex": "\ud800"},
+        {"stop": 3},
+        {"stop": None},
+        {"chat": "yes"},
+        {"chat": np.array([1, 2])},
+        {"n": 10**9},
+        {"logprobs": torch.tensor([5, 6])},
+        {"logits_processor": 3},
+        {"logits_processor": [3]},
+        {"streamer": 3},
+        {"bad_words": [[token] for token in range(260)], "min_new_tokens": 9},
     ):
         with pytest.raises(eyas.InputError):
             model.generate("x", **wrong)  # type: ignore[arg-type]
+    for wrong in (
+        {"target": 3},
+        {"target": "x" * 5000},
+        {"head": 3},
+        {"head": "x" * 5000},
+        {"head": ["lookup"]},
+        {"tree": None},
+        {"tree": 3},
+        {"tree": "static:\x00"},
+        {"backend": ["eager"]},
+        {"backend": np.array([1, 2])},
+        {"dtype": np.array([1, 2])},
+        {"dtype": 3},
+        {"device": 1.5},
+    ):
+        with pytest.raises(eyas.InputError):
+            eyas.load(**{"target": str(folder / "target"), **wrong})  # type: ignore[arg-type]
+    assert model.generate("x", max_new_tokens=3, logits_processor=None) is not None
     ids = np.array(model.encode("x"))
     assert model.generate(ids, max_new_tokens=3).token_ids == model.generate("x", max_new_tokens=3).token_ids
     whole = model.generate("x", max_new_tokens=9)

@@ -90,6 +90,15 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         read_head(tmp_path)
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400", "1" + "0" * 400])
+def test_numbers_that_are_none_are_refused(tmp_path: Path, number: str) -> None:
+    head = broken(tmp_path, "eagle3_gqa")
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "num_attention_heads": "?"}).replace('"?"', number))
+    with pytest.raises(InputError, match="no number|positive number"):
+        build(head)
+
+
 class Hostile:
     def __reduce__(self):
         return (Path.touch, (Path("was_run"),))

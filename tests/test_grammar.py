@@ -135,6 +135,10 @@ def test_blanks_end(tokenizer: PreTrainedTokenizerFast) -> None:
         ("regex", "a(b", "regex: "),
         ("regex", 3, "regex must be a text"),
         ("lark", "start: a", "lark: "),
+        ("lark", "\ud800", "lark: "),
+        ("regex", "\ud800", "regex: "),
+        ("json_schema", {"enum": [math.nan]}, "json_schema: "),
+        ("json_schema", {"enum": ["\ud800"]}, "json_schema: "),
     ],
 )
 def test_wrong_grammars_are_refused(kind: Kind, source: object, message: str) -> None:

@@ -86,9 +86,10 @@ def test_parse() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "chain", "chain:0", "chain:-1", "chain:x", "tree", "dynamic:levels=0", "dynamic:depth=3", "dynamic:nodes="],
+    ["", "chain", "chain:0", "chain:-1", "chain:x", "tree", "dynamic:levels=0", "dynamic:depth=3", "dynamic:nodes="]
+    + ["chain:" + "9" * 5000, "dynamic:nodes=1025", "dynamic:top_k=1025", "static:\x00", "static:\ud800"],
 )
-def test_refuses_unknown_trees(text: str) -> None:
+def test_refuses_unknown_and_endless_trees(text: str) -> None:
     with pytest.raises(InputError):
         parse_policy(text)
 
@@ -100,3 +101,8 @@ def test_refuses_impossible_tree_files(tmp_path, text: str) -> None:
         parse_policy(f"static:{tmp_path / 'tree.json'}")
     with pytest.raises(InputError, match="cannot read"):
         parse_policy(f"static:{tmp_path / 'missing.json'}")
+
+
+def test_a_rank_beyond_every_vocabulary_asks_for_what_there_is() -> None:
+    assert Static(((0,), (10**20,))).width == (1 << 31) - 1  # the native core counts in 32 bits
+    assert grown(Static(((0,), (10**20,))))[0].tokens == (1, 10)

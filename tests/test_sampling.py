@@ -237,9 +237,15 @@ def test_refuses_logits_that_are_not_numbers() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_says_so_if_every_token_is_ruled_out(temperature: float) -> None:
     sampling = Sampling(temperature, bad_words=[[0], [50, 1]], eos_ids=(2,), min_new_tokens=5)
-    with pytest.raises(FloatingPointError, match="bad words.* leave no token to draw at position 6"):
+    with pytest.raises(InputError, match="bad words.* leave no token to draw at position 6"):
         sampling.draw(torch.tensor([1.0, 2.0, 3.0]), PREFIX)
     assert sampling.draw(torch.tensor([1.0, 2.0, 3.0, 0.0]), PREFIX) == 3
+
+
+def test_a_penalty_that_overflows_is_the_users() -> None:
+    for take in (Sampling.draw, Sampling.probabilities):
+        with pytest.raises(InputError, match="penalties"):
+            take(Sampling(1.0, repetition_penalty=1e-300), torch.ones(64), PREFIX)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.generate import Request, Round
 from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, rounding, target_forwards, tau, timed
 from eyas.model import Model
@@ -99,8 +99,8 @@ def read_workload(path: Path, limit: int | None) -> list[Item]:
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the workload {str(path)!r}: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be
+        raise InputError(f"cannot read the workload {str(path)!r}: {one_line(error)}") from error
     items = []
     for number, line in enumerate(lines, start=1):
         if limit is not None and len(items) >= limit:

@@ -227,9 +227,9 @@ def head_folder(name: str) -> Path:
     """
     if name in shipped_heads():
         return Path(str(files("eyas") / "heads" / name))
-    if name and Path(name).is_dir():
+    if os.path.isdir(name):  # unlike Path's, no error where the name is too long for one
         return Path(name)
-    if not Path(name).exists() and _HUB_ID.fullmatch(name):
+    if not os.path.exists(name) and _HUB_ID.fullmatch(name):
         return _from_hub(name)
     raise InputError(f"unknown head {name!r}: give a head's folder, {LOOKUP}, {SMALL}TARGET or one of "
                      f"{', '.join(shipped_heads())}")  # fmt: skip
@@ -328,15 +328,15 @@ def target_folder(name: str) -> Path:
     if name == DEMO_TARGET:
         return _convert_gguf(_demo_gguf())
     path = Path(name)
-    if name and path.is_dir():
+    if os.path.isdir(name):  # unlike Path's, no error where the name is too long for one
         if not (path / "config.json").is_file():
             raise InputError(
                 f"the target folder {name!r} has no config.json: it must be a model in transformers format"
             )
         return path
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         return _convert_gguf(path)
-    if not path.exists() and _HUB_ID.fullmatch(name):
+    if not os.path.exists(path) and _HUB_ID.fullmatch(name):
         return _from_hub(name)
     raise InputError(f"unknown target {name!r}: give a folder in transformers format, a GGUF file, a hub id like "
                      f"owner/name, or {DEMO_TARGET!r} (the demo)")  # fmt: skip

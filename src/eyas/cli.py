@@ -51,17 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = _parser().parse_args(_checked(sys.argv[1:] if argv is None else argv))
         native.ask_threads(arguments.threads)
         return arguments.run(arguments)
     except InputError as error:
-        print(f"eyas: {error}", file=sys.stderr)
+        print(f"eyas: {one_line(error, 2000)}", file=sys.stderr)
         return EXIT_INPUT
     except BrokenPipeError:  # the reader of our output has gone, as in `eyas generate | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except FloatingPointError as error:  # weights or logits that are no numbers
-        print(f"eyas: {error}", file=sys.stderr)
+        print(f"eyas: {one_line(error)}", file=sys.stderr)
         return EXIT_FAILED
     except OSError as error:  # a place that cannot be read or written
         print(f"eyas: {one_line(error)}", file=sys.stderr)
@@ -69,6 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("eyas: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _checked(argv: Sequence[str]) -> Sequence[str]:
+    """Arguments, without those that argparse (up to Python 3.12) or the system's calls would stumble over."""
+    for argument in argv:
+        flag, _, value = argument.partition("=")
+        if flag.startswith("--") and value == "--":
+            raise InputError(f"{flag} needs another value than --")
+        try:
+            whole = b"\0" not in os.fsencode(argument)
+        except UnicodeEncodeError:
+            whole = False
+        if not whole:
+            raise InputError(f"an argument must be a text without null characters, got {argument!r}")
+    return argv
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -103,9 +118,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     out = sys.stderr if arguments.json else sys.stdout
 
     def shown():
-        for round_ in model.rounds(ids, sampling, stop):
-            print(stream.feed(round_), end="", file=out, flush=True)
-            yield round_
+        try:
+            for round_ in model.rounds(ids, sampling, stop):
+                print(stream.feed(round_), end="", file=out, flush=True)
+                yield round_
+        except (InputError, FloatingPointError):  # what is wrong is said on a line of its own
+            if stream.shown:
+                print(file=out)
+            raise
 
     answer = timed(shown())
     print(file=out)
@@ -428,7 +448,7 @@ def _head(text: str) -> str | None:
 
 def _method(text: str, arguments: argparse.Namespace) -> tuple[str, str]:
     """HEAD[@TREE], both checked; the name of a folder or file may hold an @."""
-    whole = "@" not in text or Path(text.removeprefix(checkpoint.SMALL)).exists()
+    whole = "@" not in text or os.path.exists(text.removeprefix(checkpoint.SMALL))
     head, _, tree = (text, "", "") if whole else text.rpartition("@")
     checkpoint.check_head(head)
     tree = tree or arguments.tree
@@ -444,7 +464,7 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
         try:
             read = sys.stdin.buffer.read if arguments.prompt_file == "-" else Path(arguments.prompt_file).read_bytes
             text = read().decode("utf-8").removesuffix("\n")
-        except (OSError, AttributeError, UnicodeDecodeError) as error:  # AttributeError: standard input is closed
+        except (OSError, AttributeError, ValueError) as error:  # AttributeError, ValueError: standard input is closed
             raise InputError(f"cannot read the prompt file {arguments.prompt_file!r}: {one_line(error)}") from error
     if not text:
         raise InputError("the prompt is empty: it must hold at least one character")
@@ -470,25 +490,29 @@ def _schema(path: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         compiled("json_schema", text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path!r}: {one_line(error)}") from error
     except InputError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path!r}: {one_line(error)}") from error
     return text
 
 
 def _count(text: str) -> int:
     """A flag that counts something."""
-    value = int(text)
-    if not 1 <= value <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"must be between 1 and 1000000, got {text}")
-    return value
+    return _whole(text, 1_000_000)
 
 
 def _threads(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1024:
-        raise argparse.ArgumentTypeError(f"must be between 1 and 1024, got {text}")
+    return _whole(text, 1024)
+
+
+def _whole(text: str, most: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if not 1 <= value <= most:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {most}, got {text}")
     return value
 
 

@@ -49,6 +49,7 @@ def describe_head(name: str) -> dict[str, object]:
         return describe_target(target, tokenizer) | {"name": name, "kind": SmallModel.kind}
     file = read_head(head_folder(name))
     layered = file.kind == "eagle3"
+    rows = file.tensors.get("lm_head.weight", torch.empty(())).shape
     trained = [t for key, t in file.tensors.items() if key not in ("d2t", "t2d", "embed_tokens.weight")]
     return {
         "name": name,
@@ -57,7 +58,7 @@ def describe_head(name: str) -> dict[str, object]:
         "switches": [switch for switch, on in switches(file.config).items() if on] if layered else [],
         "width": file.config.get("hidden_size"),
         "reads": file.config.get("eyas_reads"),
-        "draft_vocabulary": len(file.tensors["lm_head.weight"]) if "lm_head.weight" in file.tensors else None,
+        "draft_vocabulary": rows[0] if rows else None,
         "vocabulary": file.config.get("vocab_size"),
         "parameters": sum(t.numel() for t in trained),
         "dtypes": sorted({str(t.dtype).removeprefix("torch.") for t in trained}),

@@ -11,7 +11,8 @@ class Unsupported(InputError):
     """The native back end does not know what this model does: another back end may."""
 
 
-def one_line(error: BaseException) -> str:
-    """What an exception of somebody else's says, on one line of bounded length."""
+def one_line(error: BaseException, most: int = 300) -> str:
+    """What an exception says, on one line of bounded length, with escapes for what cannot be printed."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."
+    text = text if len(text) <= most else text[:most] + " ..."
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -13,6 +13,7 @@ import json
 import math
 import pickle
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,8 @@ def read_head(folder: Path) -> HeadFile:
         InputError: a file is missing, broken or unsafe to read, or the tensors are those of no head that eyas knows.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(), parse_constant=_no_number)
+        text = (folder / "config.json").read_text()
+        config = json.loads(text, parse_constant=_finite, parse_float=_finite)
         if (folder / "model.safetensors").is_file():
             tensors = load_file(folder / "model.safetensors")
         else:
@@ -82,8 +84,11 @@ def read_head(folder: Path) -> HeadFile:
     return HeadFile(kind, config, _eagle3_tensors(tensors) if kind == "eagle3" else tensors)
 
 
-def _no_number(text: str) -> float:
-    raise ValueError(f"config.json holds {text}, which is no number")
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"config.json holds {text}, which is no number")
+    return value
 
 
 def _kind(folder: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -265,7 +270,7 @@ def _matrix(tensors: Mapping[str, Tensor], name: str) -> tuple[int, int]:
 
 def _number(config: Mapping[str, object], key: str, default: float | None = None) -> float:
     value = config.get(key, default)  # an exact type makes the comparison and the conversion below sound
-    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise InputError(f"the head's config.json needs a positive number {key!r}, got {value!r}")
     return float(value)  # type: ignore[arg-type]
 

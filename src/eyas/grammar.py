@@ -37,13 +37,17 @@ def compiled(kind: Kind, source: object) -> str:
         InputError: llguidance is not installed, or the grammar is none, or asks for what llguidance does not know.
     """
     matcher = _matcher_type()
-    if kind == "json_schema":
-        text = matcher.grammar_from_json_schema(_schema(source), defaults={"whitespace_pattern": WHITESPACE})
-    elif not isinstance(source, str):
-        raise InputError(f"{kind} must be a text, got {source!r}")
-    else:
-        text = (matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark)(source)
-    is_wrong, messages = matcher.validate_grammar_with_warnings(text)
+    given = _schema(source) if kind == "json_schema" else source
+    if not isinstance(given, str):
+        raise InputError(f"{kind} must be a text, got {given!r}")
+    try:
+        if kind == "json_schema":
+            text = matcher.grammar_from_json_schema(given, defaults={"whitespace_pattern": WHITESPACE})
+        else:
+            text = (matcher.grammar_from_regex if kind == "regex" else matcher.grammar_from_lark)(given)
+        is_wrong, messages = matcher.validate_grammar_with_warnings(text)
+    except ValueError as error:  # a text that is no UTF-8, or JSON of a number that is none
+        raise InputError(f"{kind}: {one_line(error)}") from error
     if is_wrong:
         raise InputError(f"{kind}: {one_line(ValueError(messages[0]))}")
     return text

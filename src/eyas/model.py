@@ -12,7 +12,6 @@ from operator import index
 from typing import Any, Literal, Protocol, TypedDict, cast, get_args, overload
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
@@ -42,6 +41,7 @@ from eyas.targets.native import NativeTarget
 from eyas.verify import FinishReason, Stop
 
 BACKENDS = ("auto", "eager", "native")
+_MOST_SAMPLES = 1_000_000  # of a prompt
 # Until trees are tuned: the best that were measured on two cores (docs/log.md).
 AUTO_TREES = {
     ("native", torch.bfloat16): "dynamic:levels=4,top_k=3,nodes=5",
@@ -78,7 +78,7 @@ class Settings(TypedDict, total=False):
     json_schema: str | Mapping[str, Any]
     regex: str  # in Rust's syntax
     lark: str  # in llguidance's dialect
-    logits_processor: Sequence[Processor]
+    logits_processor: Sequence[Processor] | None
     seed: int
     sample: int
 
@@ -132,7 +132,7 @@ class TextStream:
         self._stop = stop
         self._decode = decode
         self._tokens: list[int] = []
-        self._shown = ""
+        self.shown = ""
 
     def feed(self, round_: Round) -> str:
         """What this round adds to the text; the last round adds all that was held back."""
@@ -144,8 +144,8 @@ class TextStream:
         elif round_.finish_reason is None:
             text = text.rstrip("\ufffd")  # bytes of a character that is not complete yet
             held_back = max((len(string) - 1 for string in self._stop.strings), default=0)
-            text = text[: max(len(text) - held_back, len(self._shown))]
-        piece, self._shown = text[len(self._shown) :], text
+            text = text[: max(len(text) - held_back, len(self.shown))]
+        piece, self.shown = text[len(self.shown) :], text
         return piece
 
 
@@ -170,12 +170,17 @@ class Model:
                 raise InputError("the prompt is empty: it must hold at least one character")
             if chat is None:
                 chat = self.tokenizer.chat_template is not None
+            elif type(chat) is not bool:
+                raise InputError(f"chat must be True, False or None, got {chat!r}")
             if not chat:
                 return self._tokenize(prompt, special=True)
             prompt = [Message(role="user", content=prompt)]
-        if not isinstance(prompt, Iterable):
-            raise InputError(f"a prompt is a text, a list of messages or a list of token ids, got {prompt!r}")
-        parts = list(prompt)
+        try:
+            parts = list(prompt)
+        except TypeError as error:
+            raise InputError(
+                f"a prompt is a text, a list of messages or a list of token ids, got {prompt!r}"
+            ) from error
         if not parts:
             raise InputError("the prompt is empty: it must hold at least one token or message")
         if not isinstance(parts[0], dict):
@@ -185,7 +190,7 @@ class Model:
         messages = [_checked_message(part) for part in parts]
         try:
             text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except TemplateError as error:
+        except Exception as error:  # a template is somebody's program, and raises whatever it stumbles over
             raise InputError(f"the target's chat template refuses the conversation: {one_line(error)}") from error
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
@@ -203,7 +208,10 @@ class Model:
 
     def stopping(self, max_new_tokens: int, stop: str | Sequence[str] = ()) -> Stop:
         """A `Stop` with this model's end tokens and tokenizer; `stop` is one string or several."""
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        try:
+            strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        except TypeError as error:
+            raise InputError(f"stop is a text or a list of texts, got {stop!r}") from error
         return Stop(max_new_tokens, self.target.spec.eos_ids, strings, self.decode)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -222,7 +230,7 @@ class Model:
             raise InputError(f"give one grammar, got {' and '.join(kind for kind, _ in grammars)}")
         for kind, source in grammars:
             fields["constraint"] = Grammar(kind, source, self.tokenizer, spec.vocab_size, spec.eos_ids)
-        fields["processors"] = tuple(fields.pop("logits_processor", ()))
+        fields["processors"] = _processors(fields.pop("logits_processor", None))
         fields["bad_words"] = self._bad_words(fields.pop("bad_words", ()))
         fields.setdefault("repetition_penalty", spec.repetition_penalty)
         sampling = Sampling(eos_ids=spec.eos_ids, **fields)
@@ -302,10 +310,14 @@ class Model:
         Raises:
             InputError: a prompt or a setting is outside what is accepted.
         """
-        if type(n) is not int or n < 1:
-            raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+        if type(n) is not int or not 1 <= n <= _MOST_SAMPLES:
+            raise InputError(f"n must be a whole number from 1 to {_MOST_SAMPLES}, got {n!r}")
         if type(batch_size) is not int or batch_size < 1:
             raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
+        if type(logprobs) is not bool:
+            raise InputError(f"logprobs must be True or False, got {logprobs!r}")
+        if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+            raise InputError(f"a streamer has the methods put and end, got {streamer!r}")
         many = _is_list(prompt)
         if streamer is not None and (many or n > 1):
             raise InputError("a streamer takes a single answer: give one prompt and n=1")
@@ -421,6 +433,16 @@ class _Collected:
         return sum(round_.draft_ms + round_.verify_ms + round_.other_ms for round_ in self.rounds)
 
 
+def _processors(given: Iterable[Processor] | None) -> tuple[Processor, ...]:
+    try:
+        processors = () if given is None else tuple(given)
+    except TypeError as error:
+        raise InputError(f"logits_processor is a list of functions, got {given!r}") from error
+    if not all(map(callable, processors)):
+        raise InputError(f"logits_processor is a list of functions, got {given!r}")
+    return processors
+
+
 def _is_list(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Several prompts, or one? A list of texts or of lists is several; a list of messages or token ids is one."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
@@ -460,9 +482,14 @@ def load(
     Raises:
         InputError: one of them is unknown, broken, or does not fit the others.
     """
+    for what, name in (("target", target), ("head", "none" if head is None else head)):
+        if not isinstance(name, str):
+            raise InputError(f"a {what} is a name or a folder, as a text, got {name!r}")
     place = choose_device(device)
     chosen = choose_backend(backend, dtype, place)
-    if not isinstance(tree, Policy) and tree != "auto":
+    if not isinstance(tree, (str, Policy)):
+        raise InputError(f"a tree is its name or a Policy, got {tree!r}")
+    if isinstance(tree, str) and tree != "auto":
         tree = parse_policy(tree)  # refused now, not after loading
     loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
     policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec)
@@ -535,9 +562,9 @@ def choose_backend(
         InputError: an unknown back end or dtype, or a pair that does not exist.
     """
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}: give one of {', '.join(BACKENDS)}")
-    if name is not None and name not in (*DTYPES, *native.WEIGHTS):
+    if name is not None and (not isinstance(name, str) or name not in (*DTYPES, *native.WEIGHTS)):
         raise InputError(f"unknown dtype {name!r}: give one of {', '.join(dict.fromkeys((*DTYPES, *native.WEIGHTS)))}")
     on_cpu = device is None or device.type == "cpu"
     if backend == "native" and not on_cpu:

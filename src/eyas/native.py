@@ -97,7 +97,7 @@ def _wanted_threads() -> int | None:
     text = os.environ.get("EYAS_NUM_THREADS")
     if _asked is not None or not text:
         return _asked
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 1024:
         raise InputError(f"EYAS_NUM_THREADS must be a whole number from 1 to 1024, got {text!r}")
     return int(text)
 

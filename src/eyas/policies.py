@@ -25,7 +25,7 @@ from eyas.tree import DraftLaw, Tree, best_nodes
 StateT = TypeVar("StateT")
 RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
 _ALL = (1 << 31) - 1  # a width that no draft vocabulary reaches: drafters give what they have
-_MOST_NODES = 1024  # of a sampled tree, whose size is a power of its levels
+_MOST_NODES = 1024  # of a tree, whose size before pruning is top_k² at each level, or a power of its levels
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Static(Policy):
 
     @property
     def width(self) -> int:
-        return max(path[-1] for path in self.paths) + 1
+        return min(max(path[-1] for path in self.paths) + 1, _ALL)
 
     def records(self, path: RankPath) -> bool:
         return path in self._recorded
@@ -162,8 +162,9 @@ class Dynamic(Policy):
     nodes: int = 24
 
     def __post_init__(self) -> None:
-        if min(self.num_levels, self.top_k, self.nodes) < 1:
-            raise InputError(f"a dynamic tree needs levels, top_k and nodes of at least 1, got {self}")
+        if min(self.num_levels, self.top_k, self.nodes) < 1 or max(self.top_k, self.nodes) > _MOST_NODES:
+            raise InputError(f"a dynamic tree needs levels, top_k and nodes of at least 1, the last two of at most "
+                             f"{_MOST_NODES}, got {self}")  # fmt: skip
 
     def __str__(self) -> str:
         return f"dynamic:levels={self.num_levels},top_k={self.top_k},nodes={self.nodes}"
@@ -308,7 +309,7 @@ def parse_policy(text: str) -> Policy:
         InputError: anything else, a file that cannot be read, or a tree that cannot be.
     """
     kind, _, rest = text.partition(":")
-    if kind == "chain" and rest.isdecimal():
+    if kind == "chain" and rest.isdecimal() and len(rest) <= 9:
         return Chain(int(rest))
     if kind == "static":
         return _static(rest)
@@ -326,9 +327,10 @@ def _static(file: str) -> Static:
     if not file:
         return Static.from_json((files("eyas") / "trees" / "eagle1.json").read_text(), "static")
     try:
-        return Static.from_json(Path(file).read_text(), f"static:{file}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the tree file {file!r}: {error}") from error
+        text = Path(file).read_text()
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be
+        raise InputError(f"cannot read the tree file {file!r}: {one_line(error)}") from error
+    return Static.from_json(text, f"static:{file}")
 
 
 def _settings(kind: str, text: str, defaults: Mapping[str, int]) -> dict[str, int]:

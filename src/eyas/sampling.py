@@ -175,7 +175,8 @@ class Sampling:
         """The token that follows `prefix`.
 
         Raises:
-            FloatingPointError: the logits hold NaN, or nothing but -inf, or the settings rule every token out.
+            FloatingPointError: the logits hold NaN, or nothing but -inf.
+            InputError: the settings rule every token out.
         """
         if bool(logits_V.max().isnan()):  # where a setting may rule the NaN out, too
             raise _nothing_left(logits_V, prefix)
@@ -200,12 +201,12 @@ class Sampling:
         """[V] float64: the law of `draw` at a temperature above 0.
 
         Raises:
-            FloatingPointError: as `draw`.
+            FloatingPointError, InputError: as `draw`.
         """
         assert self.temperature > 0, "greedy decoding draws nothing"
         p_V = self.filtered(self.adjusted(logits_V, prefix)).to(torch.float64).softmax(-1)
         if bool(p_V.isnan().any()):
-            raise FloatingPointError(f"the target's logits at position {len(prefix.tokens)} are not numbers")
+            raise _nothing_left(logits_V, prefix)
         return p_V
 
     def draft_law(self, logprobs_W: Tensor) -> Tensor:
@@ -369,10 +370,10 @@ def _nucleus(scores: np.ndarray, top_p: float) -> np.ndarray | None:
     return np.sort(order[mass_before < top_p])
 
 
-def _nothing_left(logits_V: Tensor, prefix: Prefix) -> FloatingPointError:
-    """Why no token can be drawn."""
+def _nothing_left(logits_V: Tensor, prefix: Prefix) -> FloatingPointError | InputError:
+    """Why no token can be drawn: the target is at fault, or what the user asked for."""
     position = len(prefix.tokens)
     if not math.isfinite(float(logits_V.max())):
         return FloatingPointError(f"the target's logits at position {position} are not numbers")
-    return FloatingPointError(f"bad words, min_new_tokens, the grammar and the logits processors leave no token "
-                              f"to draw at position {position}")  # fmt: skip
+    return InputError(f"bad words, min_new_tokens, the grammar, the penalties and the logits processors leave no token "
+                      f"to draw at position {position}")  # fmt: skip

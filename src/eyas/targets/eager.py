@@ -95,6 +95,9 @@ class EagerTarget(Target[EagerCache]):
         self._softcap: float | None = optional.get("final_logit_softcapping")
         generation = model.generation_config
         eos = generation.eos_token_id if generation else config.eos_token_id
+        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        if not all(type(token) is int for token in eos_ids):
+            raise ValueError(f"its end tokens must be token ids, got {eos!r}")
         penalty = generation.repetition_penalty if generation else None
         self.spec = TargetSpec(
             name=name,
@@ -109,7 +112,7 @@ class EagerTarget(Target[EagerCache]):
             norm_eps=config.rms_norm_eps,
             rope_theta=rope_theta_of(config.rope_parameters),
             max_length=config.max_position_embeddings,
-            eos_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+            eos_ids=tuple(token for token in eos_ids if 0 <= token < config.vocab_size),  # no others are ever drawn
             repetition_penalty=1.0 if penalty is None else float(penalty),
             dtype=model.dtype,
             device=model.device,
