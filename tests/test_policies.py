@@ -87,7 +87,7 @@ def test_parse() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "chain", "chain:0", "chain:-1", "chain:x", "tree", "dynamic:levels=0", "dynamic:depth=3", "dynamic:nodes="]
-    + ["chain:" + "9" * 5000, "dynamic:nodes=1025", "dynamic:top_k=1025", "static:\x00", "static:\ud800"],
+    + ["chain:" + "9" * 5000, "dynamic:nodes=10001", "dynamic:top_k=1025", "static:\x00", "static:\ud800"],
 )
 def test_refuses_unknown_and_endless_trees(text: str) -> None:
     with pytest.raises(InputError):

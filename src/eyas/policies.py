@@ -25,7 +25,8 @@ from eyas.tree import DraftLaw, Tree, best_nodes
 StateT = TypeVar("StateT")
 RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
 _ALL = (1 << 31) - 1  # a width that no draft vocabulary reaches: drafters give what they have
-_MOST_NODES = 1024  # of a tree, whose size before pruning is top_k² at each level, or a power of its levels
+_MOST_NODES = 1024  # of a sampled tree, whose size is a power of its levels
+_MOST_EXPANDED, _MOST_VERIFIED = 1024, 10_000  # nodes of a dynamic tree: each level grows top_k² before pruning
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,13 @@ class Dynamic(Policy):
     nodes: int = 24
 
     def __post_init__(self) -> None:
-        if min(self.num_levels, self.top_k, self.nodes) < 1 or max(self.top_k, self.nodes) > _MOST_NODES:
-            raise InputError(f"a dynamic tree needs levels, top_k and nodes of at least 1, the last two of at most "
-                             f"{_MOST_NODES}, got {self}")  # fmt: skip
+        if (
+            min(self.num_levels, self.top_k, self.nodes) < 1
+            or self.top_k > _MOST_EXPANDED
+            or self.nodes > _MOST_VERIFIED
+        ):
+            raise InputError(f"a dynamic tree needs levels, top_k (up to {_MOST_EXPANDED}) and nodes (up to "
+                             f"{_MOST_VERIFIED}) of at least 1, got {self}")  # fmt: skip
 
     def __str__(self) -> str:
         return f"dynamic:levels={self.num_levels},top_k={self.top_k},nodes={self.nodes}"
