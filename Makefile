@@ -40,7 +40,7 @@ test: setup
 	@$(BIN)/python -m pytest -q
 
 # The native tests under AddressSanitizer and UBSan. -S and the search path by hand: the editable install's import hook
-# would come first otherwise.
+# would come first otherwise. -s: what a sanitizer says must not be lost with the process that it ends.
 SITE = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 sanitize: setup
 	@echo "Building the core with sanitizers"
@@ -49,7 +49,7 @@ sanitize: setup
 	@echo "Running the native tests under them (some minutes)"
 	@EYAS_FUZZ=40 OMP_NUM_THREADS=1 PYTHONPATH=build/sanitized:$(SITE) ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-		$(BIN)/python -S -m pytest -q -p no:cacheprovider tests/test_native.py tests/test_native_fuzz.py
+		$(BIN)/python -S -m pytest -q -s -p no:cacheprovider tests/test_native.py tests/test_native_fuzz.py
 
 demo: setup
 	@echo "Running the demo"

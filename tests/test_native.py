@@ -398,3 +398,15 @@ def test_a_cache_goes_back_no_further_than_it_went() -> None:
     drafter.rewind(state, 0)
     with pytest.raises(ValueError, match="row"):
         drafter.expand(state, [0], [1], 2)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(weights: str, value: float) -> None:
+    """Rounding to int8 must not make a number of it: a draw from such logits is refused."""
+    eager = tiny_target()
+    with torch.no_grad():
+        eager.model.get_input_embeddings().weight[5, 3] = value
+    target = packed(eager, weights)
+    assert states(target, Tree.chain([5]), PROMPT)[0].isnan().all()
+    assert states(target, Tree.chain([6]), PROMPT)[0].isfinite().all()
