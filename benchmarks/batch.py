@@ -4,8 +4,8 @@
 
 Every batch size answers the same prompts, taken in turns of the largest batch, so that a machine that drifts slows all
 alike. Whole answers, and decoding alone: without the prompts' own forwards, which are as fast at every batch size, and
-the tokens that they give. Prompt i is sample i. Answers must equal those of the first batch
-size token for token, save where the back end rounds differently for another batch shape. Ends with one JSON line.
+the tokens that they give. Prompt i is sample i. Answers equal to those of the first batch size are counted: all of them
+on the native back end, while others round differently for another batch shape. Ends with one JSON line.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_cli import refused, run_json
 from test_lossless import FILTERS, POLICIES, PROMPT, both
-from tiny import FAMILY_SETTINGS, tiny_target, tiny_tokenizer
+from tiny import FAMILY_SETTINGS, needs_core, tiny_target, tiny_tokenizer
 from torch import Tensor
 
 import eyas
@@ -32,7 +32,6 @@ from eyas.tree import Tree
 from eyas.verify import Stop
 
 NO_STATES = torch.empty(0)
-needs_core = pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")
 
 
 # -- lookup by hand ----------------------------------------------------------------------------------------------------

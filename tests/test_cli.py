@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import needs_core
 
 import eyas
 from eyas import native
@@ -540,8 +541,6 @@ def test_wrong_types_are_refused(folder: Path) -> None:
 
 
 # -- back ends ---------------------------------------------------------------------------------------------------------
-
-needs_core = pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")
 
 
 @needs_core

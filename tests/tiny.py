@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from eyas import native
 from eyas.drafters.eagle3 import Eagle3
 from eyas.targets.eager import EagerTarget
 from eyas.train import new_head
 
 VOCAB = 61
+needs_core = pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")
 
 
 FAMILY_SETTINGS: dict[str, dict[str, object]] = {

@@ -1,8 +1,9 @@
 """Names and folders to objects and back: targets, cache folders, fingerprints.
 
-`--target` is a folder in transformers format, a GGUF file, or `smollm2`; `--head` is a folder, a shipped name, or a
-drafter that needs no training: `lookup`, or `small:` and a smaller model in the forms of `--target`. Nothing is
-downloaded; what must be converted is converted once into the user's cache (`$EYAS_CACHE`) and never beside the model.
+`--target` is a folder in transformers format, a GGUF file, a hub id, or `smollm2`; `--head` is a folder, a hub id, a
+shipped name, or a drafter that needs no training: `lookup`, or `small:` and a smaller model in the forms of `--target`.
+Nothing is downloaded but what a hub id names; what must be converted is converted once into the user's cache
+(`$EYAS_CACHE`) and never beside the model.
 """
 
 from __future__ import annotations

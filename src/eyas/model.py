@@ -120,9 +120,11 @@ class Output:
     @property
     def timing(self) -> dict[str, float]:
         """Milliseconds of drafting, verification (the prompt's forward too) and the rest."""
-        names = ("draft_ms", "verify_ms", "other_ms")
-        sums = (sum(r.draft_ms for r in self.rounds), sum(r.verify_ms for r in self.rounds))
-        return dict(zip(names, (*sums, sum(r.other_ms for r in self.rounds)), strict=True))
+        return {
+            "draft_ms": sum(round_.draft_ms for round_ in self.rounds),
+            "verify_ms": sum(round_.verify_ms for round_ in self.rounds),
+            "other_ms": sum(round_.other_ms for round_ in self.rounds),
+        }
 
 
 class TextStream:

@@ -135,7 +135,8 @@ Shape shape_of(const nb::dict &d) {
     for (int size : {s.width, s.heads, s.kv_heads, s.head_dim, s.ffn_width}) {
         require(size > 0 && size < kLargest, "impossible sizes");
     }
-    require(s.window >= 0 && s.heads < 4096 && s.head_dim < 4096 && s.heads % s.kv_heads == 0 && s.head_dim % 2 == 0, "impossible sizes");
+    require(s.window >= 0 && s.heads < 4096 && s.head_dim < 4096 && s.heads % s.kv_heads == 0 && s.head_dim % 2 == 0,
+            "impossible sizes");
     return s;
 }
 

@@ -77,9 +77,9 @@ public:
 
     int num_rows = 0;
     int first_output = 0;      // rows before this one only leave their K/V
-    Numbers<float> x;      // [rows, width]: the residual
-    Numbers<float> input;  // [rows, input_width]: the attention's input where the layer has no norm of its own
-    Numbers<float> wide;   // [rows, most_columns]: q, k and v; then the gated hidden values
+    Numbers<float> x;          // [rows, width]: the residual
+    Numbers<float> input;      // [rows, input_width]: the attention's input where the layer has no norm of its own
+    Numbers<float> wide;       // [rows, most_columns]: q, k and v; then the gated hidden values
     Numbers<float> attended, mixed;
     Numbers<uint32_t> queries;  // [kv head][row][head of the group][pairs]
     std::vector<Look> full, windowed;
