@@ -22,6 +22,8 @@ FLOORS = [
     ["model", "train"],
     ["bench"],
     ["doctor"],
+    ["commands.common"],
+    ["commands.bench", "commands.demo", "commands.generate", "commands.inspect", "commands.train"],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -30,8 +32,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "eyas":
-            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module in ("eyas", "eyas.commands"):
+            package = node.module.removeprefix("eyas").removeprefix(".")
+            found |= {f"{package}.{alias.name}".removeprefix(".") for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eyas."):
             found.add(node.module.removeprefix("eyas."))
     return found
