@@ -17,13 +17,13 @@ FLOORS = [
     ["drafters.eagle", "drafters.eagle3", "drafters.lookup", "drafters.small_model"],
     ["drafters.native"],
     ["policies", "verify", "formats"],
-    ["checkpoint", "generate", "data"],
-    ["measure", "features"],
+    ["checkpoint", "generate", "data", "conversations", "endpoint"],
+    ["measure", "features", "masks", "prepared"],
     ["model", "train"],
-    ["bench"],
+    ["bench", "prepare"],
     ["doctor"],
     ["commands.common"],
-    ["commands.bench", "commands.demo", "commands.generate", "commands.inspect", "commands.train"],
+    ["commands.bench", "commands.demo", "commands.generate", "commands.inspect", "commands.prepare", "commands.train"],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

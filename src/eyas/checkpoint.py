@@ -24,7 +24,14 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from eyas import native, packed
 from eyas.drafters.eagle import Eagle
@@ -33,7 +40,7 @@ from eyas.drafters.native import NativeDrafter
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.formats import build_head, read_head, write_head
-from eyas.targets.base import Target
+from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
 from eyas.targets.native import Description, NativeTarget, pack_target
@@ -115,9 +122,7 @@ def load_native(name: str, weights: str) -> tuple[NativeTarget, PreTrainedTokeni
     """
     native.core()
     folder = target_folder(name)
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
-    digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
-    path = cache_folder() / "packed" / f"{folder.name}-{digest.hexdigest()[:16]}-{weights}-{_PACKED_LAYOUT}.safetensors"
+    path = cache_folder() / "packed" / f"{_identity(folder)}-{weights}-{_PACKED_LAYOUT}.safetensors"
     if not path.is_file():
         target, _ = load_target(name)
         packed.write(path, *pack_target(target, weights))
@@ -143,6 +148,32 @@ def _load_model(folder: Path, **settings: object) -> PreTrainedModel:
     return model
 
 
+def _identity(folder: Path) -> str:
+    """A name for a model's folder that changes with its files."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
+    return f"{folder.name}-{digest.hexdigest()[:16]}"
+
+
+def load_outline(name: str) -> tuple[TargetSpec, PreTrainedTokenizerBase]:
+    """A target's figures and tokenizer, without its weights: for those that something else runs.
+
+    Raises:
+        InputError: as `load_target`.
+    """
+    folder = target_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return EagerTarget(model, name).spec, AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever the readers of somebody's files stumble over
+        raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
+
+
 def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What a head is made for: the target's family and dtype, digests of its weights, tokenizer and chat template."""
     digest = hashlib.sha256()
@@ -150,15 +181,39 @@ def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) 
         # rounded first, so that one model loaded in float32 and in bfloat16 is one model
         digest.update(name.encode())
         digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().data)
+    return {"weights": digest.hexdigest()[:16], **outline_fingerprint(target.spec, tokenizer)}
+
+
+def outline_fingerprint(spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """`target_fingerprint` without the weights."""
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     template = hashlib.sha256(str(tokenizer.chat_template).encode())
     return {
-        "family": target.spec.family,
-        "weights": digest.hexdigest()[:16],
-        "dtype": str(target.spec.dtype).removeprefix("torch."),
+        "family": spec.family,
+        "dtype": str(spec.dtype).removeprefix("torch."),
         "tokenizer": vocabulary.hexdigest()[:16],
         "chat_template": template.hexdigest()[:16],
     }
+
+
+def named_fingerprint(name: str, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """`target_fingerprint` of a target by its name, in the dtype of `spec`. Its weights are read the first time, and
+    their digest is kept in the cache folder.
+
+    Raises:
+        InputError: as `load_target`.
+    """
+    path = cache_folder() / "fingerprints" / f"{_identity(target_folder(name))}.json"
+    try:
+        weights = str(json.loads(path.read_text())["weights"])
+    except (OSError, ValueError, KeyError, TypeError):
+        found = target_fingerprint(load_target(name, torch.bfloat16)[0], tokenizer)
+        weights = found["weights"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"weights": weights}) + "\n")
+        temporary.replace(path)
+    return {"weights": weights, **outline_fingerprint(spec, tokenizer)}
 
 
 def shipped_heads() -> list[str]:
