@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -234,7 +234,10 @@ class Asked:
                 flying += 1
             for _ in range(flying):
                 yield _got(done)
-        finally:
+        finally:  # nothing more is asked, whatever ended this
+            with suppress(queue.Empty):
+                while True:
+                    todo.get_nowait()
             for _ in range(self._concurrency):
                 todo.put(None)
 
