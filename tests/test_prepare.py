@@ -218,10 +218,12 @@ def test_figures_by_hand() -> None:
 
 
 def test_a_prompt_that_fills_the_context_is_left_out(model: Model, tmp_path: Path) -> None:
-    talks = [talk("x" * 300), talk("Hi"), talk("No 3", "x" * 300)]
+    chat = ChatTemplate(model.tokenizer, (2,))
+    room = 256 - len(chat.prompt([{"role": "user", "content": ""}]))  # the last token of the context is an answer's
+    talks = [talk("x" * room), talk("x" * (room - 1)), talk("Hi"), talk("No 3", "x" * 300)]
     settings = Settings((0.9,), 14, seed=1)
     result = prepare(talks, Sampled(model, settings, 2), MADE_FOR, tmp_path)
-    assert (result.whole.conversations, result.whole.sequences, result.whole.cut) == (3, 2, 2)
+    assert (result.whole.conversations, result.whole.sequences, result.whole.cut) == (4, 3, 2)
 
 
 def test_answers_are_kept_and_cut_at_a_turn(model: Model, tmp_path: Path) -> None:
@@ -351,12 +353,13 @@ def test_reading_a_folder(whole: Path) -> None:
     assert list(read_prepared(whole, 260, 9999, limit=3)) == sequences[:3]
     assert read_header(whole)["target"] == MADE_FOR
     longest = max(sequences, key=lambda s: len(s.tokens))
-    for length in (len(longest.tokens), len(longest.tokens) - 1, longest.spans[0][0] + 1, 30):
+    for length in (len(longest.tokens), len(longest.tokens) - 1, longest.spans[-1][0], longest.spans[0][0] + 1):
         for cut in read_prepared(whole, 260, length):
             (own,) = {s for s in sequences if s.tokens[:length] == cut.tokens}
             assert len(cut.tokens) == min(length, len(own.tokens))
             inside = [t for start, end in own.spans for t in range(start, end) if t < length]
-            assert [t for start, end in cut.spans for t in range(start, end)] == inside != []
+            assert [t for start, end in cut.spans for t in range(start, end)] == inside
+            assert all(start < end for start, end in cut.spans)
     with pytest.raises(InputError, match="outside the target's vocabulary of 50"):
         list(read_prepared(whole, 50, 9999))
     assert list(read_prepared(whole, 260, 9999, made_for={**MADE_FOR, "dtype": "int8"})) == sequences
