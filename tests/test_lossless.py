@@ -25,7 +25,7 @@ from eyas.measure import Answer, alpha_by_depth, tau, timed
 from eyas.policies import Chain, Policy, parse_policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
+from eyas.initial import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop, walk
 

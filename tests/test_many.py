@@ -25,7 +25,7 @@ from eyas.policies import Chain, parse_policy
 from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
+from eyas.initial import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop
 

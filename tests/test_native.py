@@ -31,7 +31,7 @@ from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget, pack_target
-from eyas.train import new_head
+from eyas.initial import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop
 

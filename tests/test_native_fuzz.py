@@ -18,7 +18,7 @@ from eyas import native, packed
 from eyas.drafters.native import NativeDrafter
 from eyas.errors import InputError
 from eyas.targets.native import NativeTarget, pack_target
-from eyas.train import new_head
+from eyas.initial import new_head
 from eyas.tree import Tree
 
 if native.cpu_features() is None:

@@ -23,7 +23,7 @@ from eyas.policies import Policy, Sampled, grow, parse_policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target, Verified
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
+from eyas.initial import new_head
 from eyas.tree import DraftLaw, Tree
 from eyas.verify import Stop
 

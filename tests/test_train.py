@@ -15,7 +15,7 @@ from tiny import HEADS, VOCAB, shaken_head, tiny_target
 from eyas.data import Sequence
 from eyas.drafters.base import Batch
 from eyas.drafters.eagle3 import Eagle3
-from eyas.drafters.layers import supervised_rows
+from eyas.drafters.rollout import supervised_rows, teacher
 from eyas.errors import InputError
 from eyas.features import Streamed
 from eyas.generate import generate, generate_plain
@@ -23,19 +23,21 @@ from eyas.measure import tau, timed
 from eyas.policies import Chain
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
-from eyas.train import TrainConfig, Trainer, draft_vocabulary, make_batch, new_head, run
+from eyas.initial import draft_vocabulary, new_head
+from eyas.train import TrainConfig, Trainer, make_batch, run
 from eyas.tree import Tree
 from eyas.verify import Stop
 
 PROMPTS = [[1, 5, 9, 3], [1, 7, 7], [1, 20, 33, 4, 8], [1, 50]]
 
 
+def answered(prompt: Seq[int], answer: Seq[int]) -> Sequence:
+    return Sequence((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),))
+
+
 def answers(target: EagerTarget, length: int = 24) -> list[Sequence]:
     stop = Stop(length)
-    return [
-        Sequence((*prompt, *timed(generate_plain(target, prompt, Sampling(), stop)).tokens), len(prompt))
-        for prompt in PROMPTS
-    ]
+    return [answered(prompt, timed(generate_plain(target, prompt, Sampling(), stop)).tokens) for prompt in PROMPTS]
 
 
 def trainer(
@@ -50,7 +52,7 @@ def reads_for(head) -> tuple[int, ...]:
     return head.reads if head.kind == "eagle" else (*head.reads, 4)
 
 
-@pytest.mark.parametrize(("kind", "steps", "layers"), [("eagle", 800, 1), ("eagle3", 300, 1), ("eagle3", 300, 2)])
+@pytest.mark.parametrize(("kind", "steps", "layers"), [("eagle", 800, 1), ("eagle3", 400, 1), ("eagle3", 400, 2)])
 def test_overfitting_gives_accepted_drafts(kind: str, steps: int, layers: int) -> None:
     """The gate between training and serving: what was learned by heart is accepted when decoding."""
     target = tiny_target(torch.float32)
@@ -61,18 +63,33 @@ def test_overfitting_gives_accepted_drafts(kind: str, steps: int, layers: int) -
         learner.train_step()
     head = learner.head.eval()
     decoded = [
-        timed(generate(target, head, Chain(3), s.tokens[: s.answer_start], Sampling(), Stop(25))) for s in sequences
+        timed(generate(target, head, Chain(3), s.tokens[: s.spans[0][0]], Sampling(), Stop(25))) for s in sequences
     ]
-    assert [a.tokens[:24] for a in decoded] == [list(s.tokens[s.answer_start :]) for s in sequences]
+    assert [a.tokens[:24] for a in decoded] == [s.answer_tokens for s in sequences]
     length = tau(decoded)
     assert length is not None and length >= 0.9 * 4
 
 
 def test_rows_are_those_whose_prediction_lies_in_the_answer() -> None:
     """Tokens 0..6, answer from 4: pair i predicts token i + 2, so pairs 2 to 4 are trained, and 4 in step 0 only."""
-    rows = supervised_rows(torch.tensor([7]), torch.tensor([4]))
+    rows = supervised_rows((0, 7), torch.arange(7) >= 4)
     assert rows.pair_S.tolist() == [2, 3, 4]
     assert [rows.valid(step).tolist() for step in range(3)] == [[True] * 3, [True, True, False], [True, False, False]]
+    assert rows.counts(4).tolist() == [3, 2, 1, 0]
+
+
+def test_rows_of_several_answers_and_sequences() -> None:
+    """Sequence 0 is tokens 0..9 with answers 3..4 and 7..9, sequence 1 tokens 10..13 with the answer 11..13: what no
+    pair precedes is not trained (11), and no step goes on from one answer into the next."""
+    answer = [False, False, False, True, True, False, False, True, True, True, False, True, True, True]
+    rows = supervised_rows((0, 10, 14), torch.tensor(answer))
+    assert rows.token_P.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12]
+    assert rows.position_P.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]
+    assert rows.token_S.tolist() == [1, 2, 5, 6, 7, 10, 11]  # they predict tokens 3, 4, 7, 8, 9, 12 and 13
+    assert rows.pair_S.tolist() == [1, 2, 5, 6, 7, 9, 10]
+    assert rows.last_S.tolist() == [4, 4, 9, 9, 9, 13, 13]
+    assert rows.valid(1).tolist() == [True, False, True, True, False, True, False]
+    assert (rows.pairs, rows.rows) == ((0, 9, 12), (0, 5, 7))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -80,19 +97,19 @@ def test_the_loss_reads_the_answer_and_nothing_past_it(kind: str) -> None:
     """Gradient reaches the teacher's state of the token before the answer and of the one before its last, no others."""
     target = tiny_target(torch.float32)
     learner = trainer(kind, target, answers(target), TrainConfig())
-    short = Sequence(tuple(range(3, 12)), 5)  # tokens 0..8, answer 5..8
-    features = Streamed(target, [short, Sequence(tuple(range(3, 20)), 5)], reads_for(learner.head))
-    batch = make_batch(features, [0, 1], learner.head.reads, seed=0)  # the short one is padded
+    short = Sequence(tuple(range(3, 12)), ((5, 9),))  # tokens 0..8, answer 5..8
+    features = Streamed(target, [short, Sequence(tuple(range(3, 20)), ((14, 17),))], reads_for(learner.head))
+    batch = make_batch(features, [0, 1], learner.head.reads, seed=0)
 
-    def loss(final_BTD: torch.Tensor) -> float:
-        return learner.head.loss(replace(batch, final_BTD=final_BTD))[0].item()
+    def loss(final_TD: torch.Tensor) -> float:
+        return learner.head.loss(replace(batch, final_TD=final_TD))[0].item()
 
-    whole = loss(batch.final_BTD)
+    whole = loss(batch.final_TD)
     matters = []
-    for t in range(17):
-        final_BTD = batch.final_BTD.clone()
-        final_BTD[0, t] = torch.randn(32, generator=torch.Generator().manual_seed(t)) * 3
-        matters.append(loss(final_BTD) != whole)
+    for t in range(20):  # the second sequence begins at 9; its answer at 23
+        final_TD = batch.final_TD.clone()
+        final_TD[t] = torch.randn(32, generator=torch.Generator().manual_seed(t)) * 3
+        matters.append(loss(final_TD) != whole)
     assert [t for t, m in enumerate(matters) if m] == [4, 5, 6, 7]  # token t + 1 is predicted: 5, 6, 7 and the end, 8
 
 
@@ -104,9 +121,9 @@ def test_the_training_time_test_drafts_as_the_engine_does() -> None:
     head = learner.head.eval()
     assert isinstance(head, Eagle3)
     batch = make_batch(learner.features, [0], head.reads, seed=0)
-    tokens, states = list(sequence.tokens), batch.states_BTLD[0]
-    rows = supervised_rows(batch.lengths_B, batch.starts_B)
-    p_SQ, known_S = head._target_probabilities(batch.final_BTD[0, rows.pair_S + 1])
+    tokens, states = list(sequence.tokens), batch.states_TLD
+    rows = supervised_rows(batch.bounds, batch.answer_T)
+    p_SQ, known_S = teacher(batch.final_TD[rows.token_S + 1], head.head_VD, head.draft_vocabulary_Q)
     losses = torch.zeros(3)
     for row, i in enumerate(rows.pair_S.tolist()):
         state = head.new_state()
@@ -124,17 +141,20 @@ def test_the_training_time_test_drafts_as_the_engine_does() -> None:
 
 @pytest.mark.parametrize("settings", [{}, *HEADS.values()], ids=["plain", *HEADS])
 def test_logits_in_training_are_those_of_drafting(settings: dict) -> None:
-    """At every depth, for every row of a padded batch, in float64."""
+    """At every depth, for every row of a batch, in float64."""
     target = tiny_target()
     head = shaken_head(target, list(range(40)), steps=4, **settings).double()
-    sequences = [*answers(target, 9), Sequence(tuple(range(3, 20)), 8)]
+    sequences = [*answers(target, 9), Sequence(tuple(range(3, 20)), ((4, 7), (9, 15)))]
     batch = make_batch(Streamed(target, sequences, reads_for(head)), range(len(sequences)), head.reads, seed=0)
-    rows = supervised_rows(batch.lengths_B, batch.starts_B)
-    trained = [head.lm_head(head.norm(h_SD)) for h_SD in head._rollout(batch, rows)]
+    rows = supervised_rows(batch.bounds, batch.answer_T)
+    trained = list(head.logits(batch, rows))
     assert len(trained) == 4
-    for row, (b, i) in enumerate(zip(rows.sequence_S.tolist(), rows.pair_S.tolist(), strict=True)):
-        tokens, state = list(sequences[b].tokens), head.new_state()
-        head.observe(state, tokens[1 : i + 2], batch.states_BTLD[b, : i + 1], width=1)
+    places = [(b, row) for b in range(len(sequences)) for row in range(rows.rows[b], rows.rows[b + 1])]
+    assert len(places) == len(rows.pair_S)
+    for b, row in places:
+        tokens, state, i = list(sequences[b].tokens), head.new_state(), int(rows.token_S[row]) - batch.bounds[b]
+        states_TLD = batch.states_TLD[batch.bounds[b] : batch.bounds[b] + i + 1]
+        head.observe(state, tokens[1 : i + 2], states_TLD, width=1)
         for step, logits_SQ in enumerate(trained):
             if rows.valid(step)[row]:
                 drafted_Q = head.lm_head(head.norm(state.hidden_RD[-1]))
@@ -221,14 +241,14 @@ def test_interruption_ends_the_step_and_saves_the_state(tmp_path: Path, monkeypa
 
 def test_sequences_shorter_than_the_training_time_test(tmp_path: Path) -> None:
     target = tiny_target(torch.float32)
-    short = [Sequence((1, 5, 9), 2), Sequence((1, 5, 9, 4), 1)]
+    short = [answered((1, 5), (9,)), answered((1,), (5, 9, 4))]
     for kind in ("eagle", "eagle3"):
         learner = trainer(kind, target, short, TrainConfig(sequences=1))
         assert all(math.isfinite(value) for _ in range(2) for value in learner.train_step().values())
 
 
 def test_draft_vocabulary_by_frequency_specials_first() -> None:
-    sequences = [Sequence((9, 9, 9, 4, 5, 5, 6), 3), Sequence((9, 5, 6, 2), 1)]  # prompts (9) do not count
+    sequences = [answered((9, 9, 9), (4, 5, 5, 6)), answered((9,), (5, 6, 2))]  # prompts (9) do not count
     vocabulary, covered = draft_vocabulary(sequences, 3, special_ids=(2,))
     assert vocabulary.tolist() == [2, 5, 6]  # 5 three times, 6 twice, 2 forced in; 4 falls out
     assert covered == 6 / 7
@@ -265,5 +285,6 @@ def test_a_batch_is_what_was_asked_for() -> None:
     head = new_head("eagle3", target)
     batch = make_batch(Streamed(target, answers(target, 6), reads_for(head)), [2, 0], head.reads, seed=7)
     assert isinstance(batch, Batch)
-    assert (batch.lengths_B.tolist(), batch.starts_B.tolist(), batch.seed) == ([11, 10], [5, 4], 7)
-    assert batch.states_BTLD.shape == (2, 11, 3, 32)
+    assert (batch.bounds, batch.seed, len(batch.tokens_T)) == ((0, 11, 21), 7, 21)
+    assert batch.answer_T.tolist() == [False] * 5 + [True] * 6 + [False] * 4 + [True] * 6
+    assert batch.states_TLD.shape == (21, 3, 32)

@@ -29,10 +29,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from eyas import native, packed
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
+from eyas.drafters.medusa import Medusa
 from eyas.drafters.native import NativeDrafter
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.formats import build_head, read_head, write_head
+from eyas.initial import Head, copy_of
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
@@ -236,31 +238,42 @@ def head_folder(name: str) -> Path:
                      f"{', '.join(shipped_heads())}")  # fmt: skip
 
 
-def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
+def load_head(name: str, target: EagerTarget) -> Head:
     """A head that drafts for `target`, in its dtype and on its device.
 
     Raises:
         InputError: no such head, a broken one, or one whose sizes are not those of the target.
     """
-    return _read_head(name, target).to(target.spec.device, target.spec.dtype).eval().requires_grad_(False)
+    return copy_of(read_head_for(name, target), target.spec.dtype)
 
 
-def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Eagle | Eagle3:
+def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Head:
     """A head that drafts for `target` on the native core, its weights in the target's form; in PyTorch and float32
     where the core does not know what the head does.
 
     Raises:
         InputError: as `load_head`.
     """
-    head = _read_head(name, target).eval().requires_grad_(False)
-    ids_Q = None
-    if isinstance(head, Eagle):
-        # an EAGLE-1 head multiplies by the target's own rows: some of them do, the most frequent ones of a shipped list
-        ids_Q = frequent_tokens(name, target)
+    head = read_head_for(name, target)
+    # an EAGLE-1 head multiplies by the target's own rows: some of them do, the most frequent ones of a shipped list
+    return serving(head, target, frequent_tokens(name, target) if isinstance(head, Eagle) else None)
+
+
+def serving(head: Head, target: Target[Any], ids_Q: Tensor | None = None) -> NativeDrafter | Head:
+    """A drafter of a head's weights as they stand, on the target's back end.
+
+    On the native core in the target's form of weights, in PyTorch and float32 where the core does not know what the
+    head does. `ids_Q`: the tokens that an EAGLE-1 head drafts over there; None: all.
+    """
+    if target.spec.backend != "native":
+        return copy_of(head, target.spec.dtype)
+    head = copy_of(head, torch.float32)
     try:
-        return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+        if not isinstance(head, Medusa):
+            return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
     except Unsupported:
-        return head
+        pass
+    return head
 
 
 def save_vocabulary(folder: Path, ids_Q: Tensor) -> None:
@@ -289,7 +302,7 @@ def frequent_tokens(name: str, target: Target) -> Tensor | None:
     return torch.tensor(ids)
 
 
-def _read_head(name: str, target: Target) -> Eagle | Eagle3:
+def read_head_for(name: str, target: Target) -> Head:
     """A head in float32 over the target's embedding and output rows, checked against the target."""
     file = read_head(head_folder(name))
     spec = target.spec
@@ -312,7 +325,7 @@ def _read_head(name: str, target: Target) -> Eagle | Eagle3:
     return head
 
 
-def save_head(head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str], card: str) -> None:
+def save_head(head: Head, folder: Path, made_for: Mapping[str, str], card: str) -> None:
     """A head in eyas' own folder layout: config, bfloat16 weights, and a card for people."""
     write_head(head, folder, {"eyas_target": dict(made_for)}, torch.bfloat16)
     temporary = folder / "card.md.tmp"

@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
-        arguments = _parser().parse_args(_checked(sys.argv[1:] if argv is None else argv))
+        argv = _checked(sys.argv[1:] if argv is None else argv)
+        if argv and argv[0] == "train":
+            argv = [argv[0], *train.with_recipe(argv[1:])]
+        arguments = _parser().parse_args(argv)
         native.ask_threads(arguments.threads)
         return arguments.run(arguments)
     except InputError as error:

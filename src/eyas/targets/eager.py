@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from eyas.targets.base import Target, TargetSpec, Verified
@@ -125,6 +126,13 @@ class EagerTarget(Target[EagerCache]):
         # transformers renamed the argument between the versions that eyas supports
         names = inspect.signature(model.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    def share_out(self) -> None:
+        """Spread the layers over the processes of `torch.distributed` (FSDP2): a layer's weights are gathered while it
+        runs. Embedding and output head, which drafters read, stay whole everywhere. All processes must call `verify`
+        equally often from here on."""
+        for layer in self._layers:
+            fully_shard(layer)
 
     def new_cache(self) -> EagerCache:
         return EagerCache()
