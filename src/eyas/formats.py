@@ -258,14 +258,22 @@ def official_name(key: str, names: Mapping[str, str]) -> str:
     return names[prefix] + key.removeprefix(prefix)
 
 
-def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], dtype: torch.dtype) -> None:
-    """A head in the official layout, with what eyas records besides (`extra`) in its config; files land whole."""
-    folder.mkdir(parents=True, exist_ok=True)
+def head_tensors(head: Eagle | Eagle3, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A head's weights by the names that eyas writes, and its draft vocabulary as `d2t` and `t2d`."""
     names = _head_names(head)
     tensors = {
         official_name(key, names): tensor.detach().to(dtype).contiguous().cpu()
         for key, tensor in head.state_dict().items()
     }
+    ids_Q = head.draft_vocabulary_Q if isinstance(head, Eagle3) else None
+    if ids_Q is not None:
+        tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))
+        tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids_Q, True)
+    return tensors
+
+
+def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], dtype: torch.dtype) -> None:
+    """A head in eyas' own layout, with what eyas records besides (`extra`) in its config; files land whole."""
     block = head.config.block
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -285,23 +293,25 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         "vocab_size": head.config.vocab_size,
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),
+        "bias": head.config.fc_bias,
         **extra,
     }
     if block.window:
         config["eyas_window"] = block.window
     if isinstance(head, Eagle):
-        config |= {"bias": head.config.fc_bias, "qkv_bias": block.qkv_bias}
+        config["qkv_bias"] = block.qkv_bias
     else:
         config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
-        if head.config.fc_bias:
-            config["bias"] = True
         config |= {switch: value for switch, value in asdict(head.config).items() if switch in SWITCHES}
-        ids_Q = head.draft_vocabulary_Q
-        if ids_Q is not None:
-            tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))
-            tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids_Q, True)
+    write_files(folder, config, head_tensors(head, dtype))
+
+
+def write_files(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    """`model.safetensors`, then `config.json`, each by a temporary file and a renaming."""
+    folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary)
+    save_file(dict(tensors), temporary)
+    temporary.chmod(0o644)  # others may serve it
     temporary.rename(folder / "model.safetensors")
     temporary = folder / "config.json.tmp"
     temporary.write_text(json.dumps(config, indent=2) + "\n")
