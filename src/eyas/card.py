@@ -20,11 +20,12 @@ def card(
     answers: str,
     tree: str,
 ) -> str:
-    """Markdown. `metrics` are those of `fit`, `states` says what made the states, `tree` what prompts were decoded with."""
+    """Markdown. `metrics` are those of `fit`, `states` says what made the states, `tree` what
+    prompts were decoded with."""
     config, best, measured = trainer.config, metrics["best_tau"], "not measured"
     if best is not None:
-        measured = f"""{best:.2f} tokens a forward on {config.validate_prompts} held-out prompts, {config.validate_tokens}
-  tokens each, temperature 0, tree `{tree}`"""
+        measured = f"""{best:.2f} tokens a forward ({config.validate_prompts} held-out prompts, temperature 0,
+  {config.validate_tokens} tokens each, tree `{tree}`)"""
     return f"""# {trainer.head.kind} head for {target}
 
 - {_shape(trainer.head)}

@@ -35,6 +35,7 @@ from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.formats import build_head, read_head, write_head
 from eyas.initial import Head, copy_of
+from eyas.layouts import HeadFile, states_read
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
@@ -232,7 +233,7 @@ def head_folder(name: str) -> Path:
         return Path(str(files("eyas") / "heads" / name))
     if os.path.isdir(name):  # unlike Path's, no error where the name is too long for one
         return Path(name)
-    if not os.path.exists(name) and _HUB_ID.fullmatch(name):
+    if is_hub_id(name):
         return _from_hub(name)
     raise InputError(f"unknown head {name!r}: give a head's folder, {LOOKUP}, {SMALL}TARGET or one of "
                      f"{', '.join(shipped_heads())}")  # fmt: skip
@@ -303,14 +304,24 @@ def frequent_tokens(name: str, target: Target) -> Tensor | None:
 
 
 def read_head_for(name: str, target: Target) -> Head:
-    """A head in float32 over the target's embedding and output rows, checked against the target."""
+    """A head in float32, as `open_head`."""
+    return open_head(name, target)[1]
+
+
+def open_head(name: str, target: Target) -> tuple[HeadFile, Head, str]:
+    """A head's file; the head in float32 over the target's embedding and output rows, checked against the target; and
+    a sentence on how the states that it reads were found.
+
+    Raises:
+        InputError: as `load_head`.
+    """
     file = read_head(head_folder(name))
     spec = target.spec
     made_for = file.config.get("eyas_target")
     if isinstance(made_for, dict) and made_for.get("family", spec.family) != spec.family:
         raise InputError(f"the head {name!r} was made for a target of family {made_for['family']!r}, and {spec.name!r} "
                          f"is of family {spec.family!r}")  # fmt: skip
-    vocab_size = file.config.get("vocab_size")
+    vocab_size = file.config.get("vocab_size", spec.vocab_size)
     if vocab_size != spec.vocab_size:
         raise InputError(f"the head {name!r} was made for a vocabulary of {vocab_size} tokens, and the target "
                          f"{spec.name!r} has {spec.vocab_size}")  # fmt: skip
@@ -322,12 +333,25 @@ def read_head_for(name: str, target: Target) -> Head:
     if isinstance(head, Eagle3) and head.config.target_width != spec.width:
         raise InputError(f"the head {name!r} fuses states {head.config.target_width} wide, and those of the target "
                          f"{spec.name!r} are {spec.width} wide")  # fmt: skip
-    return head
+    return file, head, states_read(file.config, reads)[1]
 
 
-def save_head(head: Head, folder: Path, made_for: Mapping[str, str], card: str) -> None:
-    """A head in eyas' own folder layout: config, bfloat16 weights, and a card for people."""
-    write_head(head, folder, {"eyas_target": dict(made_for)}, torch.bfloat16)
+def weights_dtype(file: HeadFile) -> torch.dtype:
+    """The dtype that holds all of a file's weights."""
+    dtypes = {tensor.dtype for tensor in file.tensors.values() if tensor.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def save_head(
+    head: Head,
+    folder: Path,
+    made_for: Mapping[str, str],
+    card: str,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_mb: int | None = None,
+) -> None:
+    """A head in eyas' own folder layout: config, weights (in files below `shard_mb` megabytes), a card for people."""
+    write_head(head, folder, {"eyas_target": dict(made_for)}, dtype, shard_mb)
     temporary = folder / "card.md.tmp"
     temporary.write_text(card)
     temporary.rename(folder / "card.md")
@@ -350,10 +374,29 @@ def target_folder(name: str) -> Path:
         return path
     if path.suffix == ".gguf" and os.path.isfile(path):
         return _convert_gguf(path)
-    if not os.path.exists(path) and _HUB_ID.fullmatch(name):
+    if is_hub_id(name):
         return _from_hub(name)
     raise InputError(f"unknown target {name!r}: give a folder in transformers format, a GGUF file, a hub id like "
                      f"owner/name, or {DEMO_TARGET!r} (the demo)")  # fmt: skip
+
+
+def target_gguf(name: str) -> Path:
+    """The GGUF file of a target that was given as one.
+
+    Raises:
+        InputError: the target is no GGUF file.
+    """
+    if name == DEMO_TARGET:
+        return _demo_gguf()
+    if Path(name).suffix == ".gguf" and os.path.isfile(name):
+        return Path(name)
+    raise InputError(f"a head for llama.cpp carries the vocabulary of its target's GGUF file: give that file as --target, "
+                     f"not {name!r}")  # fmt: skip
+
+
+def is_hub_id(name: str) -> bool:
+    """Is this the name of a model on the hub, and nothing on this machine?"""
+    return not os.path.exists(name) and bool(_HUB_ID.fullmatch(name))
 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

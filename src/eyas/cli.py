@@ -16,11 +16,11 @@ from typing import NoReturn
 import transformers
 
 from eyas import native
-from eyas.commands import bench, demo, generate, inspect, train
+from eyas.commands import bench, demo, export, generate, import_, inspect, train
 from eyas.commands.common import EXIT_FAILED
 from eyas.errors import InputError, one_line
 
-COMMANDS = (demo, generate, bench, inspect, train)
+COMMANDS = (demo, generate, bench, inspect, import_, export, train)
 EXIT_INPUT, EXIT_INTERRUPTED = 2, 130
 
 
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="eyas", description="Lossless speculative decoding with EAGLE heads.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     for command in COMMANDS:
-        own = commands.add_parser(command.__name__.rpartition(".")[2], help=command.HELP)
+        own = commands.add_parser(command.__name__.rpartition(".")[2].removesuffix("_"), help=command.HELP)
         command.add_flags(own)
         own.set_defaults(run=command.run)
     return parser

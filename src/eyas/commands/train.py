@@ -131,7 +131,7 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
     difference = fit.serving_difference(trainer.head, held)
     how = f"{target.spec.backend} back end, {_name(target.spec.dtype)}"
     text = card(trainer, metrics, arguments.target, how, made_for, Path(arguments.answers).name, str(policy))
-    checkpoint.save_head(trainer.head, out, made_for, text, arguments.shard_mb)
+    checkpoint.save_head(trainer.head, out, made_for, text, shard_mb=arguments.shard_mb)
     if head.kind == "eagle":  # a head with all of the target's rows, of which the native back end takes these
         checkpoint.save_vocabulary(out, vocabulary)
     record = {"out": str(out), "kind": head.kind, "steps": trainer.step, "serving_difference": difference, **metrics}

@@ -49,7 +49,7 @@ class Batch:
 class Drafter(ABC, Generic[StateT]):
     """Guesses continuations level by level. Holds weights only; a sequence's memory is its state."""
 
-    kind: str  # "eagle", "eagle3", "lookup" or "small"
+    kind: str  # "eagle", "eagle3", "medusa", "lookup" or "small"
     reads: tuple[int, ...]  # the target states that `observe` wants, as indices of transformers' `hidden_states`
 
     @abstractmethod

@@ -36,6 +36,7 @@ class Eagle3Config:
     vocab_size: int
     draft_vocab_size: int  # Q
     own_embedding: bool = False  # the head brings its own embedding rows (its width differs from the target's)
+    fc_bias: bool = False
     steps: int = 7  # training only: simulated steps of the training-time test
     token_loss: str = "ce"  # training only
     layers: int = 1  # the first reads [embedding, hidden], those after it are plain
@@ -72,7 +73,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         norms = [RMSNorm(c.target_width, c.block.norm_eps) for _ in c.reads] if c.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.input_norm = RMSNorm(fused, c.block.norm_eps) if c.norm_before_fc else None
-        self.fc = nn.Linear(fused, c.block.width, bias=False)
+        self.fc = nn.Linear(fused, c.block.width, bias=c.fc_bias)
         self.embedding_norm = RMSNorm(c.block.width, c.block.norm_eps)
         self.hidden_norm = RMSNorm(c.block.width, c.block.norm_eps)
         self.block = Block(c.block)
