@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import HEADS, VOCAB, shaken_head, tiny_target
+from torch.nn.functional import smooth_l1_loss
 from training import PROMPTS, answered, answers, reads_for, trainer
 
 from eyas.data import Sequence
+from eyas.drafters import rollout
 from eyas.drafters.base import Batch
+from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
-from eyas.drafters.rollout import supervised_rows, teacher
+from eyas.drafters.rollout import Tally, supervised_rows, teacher, token_loss
 from eyas.errors import InputError
 from eyas.features import Streamed
 from eyas.generate import generate
@@ -223,3 +226,118 @@ def test_a_batch_is_what_was_asked_for() -> None:
     assert (batch.bounds, batch.seed, len(batch.tokens_T)) == ((0, 11, 21), 7, 21)
     assert batch.answer_T.tolist() == [False] * 5 + [True] * 6 + [False] * 4 + [True] * 6
     assert batch.states_TLD.shape == (21, 3, 32)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("eagle", {"steps": 2}), ("eagle3", {}), ("medusa", {})])
+def test_a_step_in_parts_is_the_same_step(kind: str, settings: dict) -> None:
+    """Sequences of different lengths in different parts weigh by their rows, as in one part."""
+    target = tiny_target(torch.float32)
+    sequences = [answered((1, 5), range(3, 9)), answered((1,), range(9, 40)), *answers(target, 12)[:2]]
+    found = []
+    for parts in (1, 2, 4):
+        learner = trainer(kind, target, sequences, TrainConfig(accumulate=parts, clip=1e9, warmup=0), **settings)
+        metrics = dict(learner.train_step())
+        grads = torch.cat([weight.grad.flatten() for weight in learner.head.parameters() if weight.grad is not None])
+        found.append((metrics, grads))
+    for metrics, grads in found[1:]:
+        torch.testing.assert_close(grads, found[0][1], rtol=1e-4, atol=1e-6)
+        assert metrics == pytest.approx(found[0][0], rel=1e-4)
+
+
+def test_hass_reads_its_own_features() -> None:
+    """Step 2 of a row is the block over true pairs up to the row's and one more: (its own guess, the next token)."""
+    target = tiny_target()
+    learner = trainer("eagle", target, answers(target, 9), TrainConfig(), steps=2)
+    head = learner.head.double().eval()
+    assert isinstance(head, Eagle)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    batch = make_batch(learner.features, [0], head.reads, 0)
+    rows = supervised_rows(batch.bounds, batch.answer_T)
+    tokens, features_TD = batch.tokens_T.tolist(), batch.states_TLD[:, 0]
+    _, metrics = head.loss(batch)
+    total = 0.0
+    for row, i in enumerate(rows.token_S.tolist()):
+        state = head.new_state()
+        head.observe(state, tokens[1 : i + 2], features_TD[: i + 1, None], 1)
+        if rows.valid(1)[row]:
+            head.expand(state, [0], [tokens[i + 2]], 1)
+            total += smooth_l1_loss(state.hidden_RD[1], batch.final_TD[i + 2]).item()
+    assert metrics["feature_loss_2"].item() == pytest.approx(total / rows.counts(2)[1].item(), rel=1e-5)
+    with_one = replace(head.config, steps=1)
+    head.config = with_one
+    assert "feature_loss_2" not in head.loss(batch)[1]
+
+
+def test_the_acceptance_loss_is_the_chance_of_acceptance() -> None:
+    logits_SQ, p_SQ = torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+    q = torch.tensor([9.0, 0.0]).softmax(-1)[0].item()
+    expected = torch.tensor([-math.log(0.75), -math.log(q)])  # min(.75, .5) + min(.25, .5); min(1, q) + min(0, 1 - q)
+    torch.testing.assert_close(token_loss(logits_SQ, p_SQ, "lk"), expected)
+    torch.testing.assert_close(token_loss(logits_SQ, p_SQ, "ce"), torch.tensor([math.log(2), -math.log(q)]))
+    with pytest.raises(InputError, match="ce, lk"):
+        token_loss(logits_SQ, p_SQ, "mse")
+
+
+def test_reach_is_the_share_of_rows_whose_guesses_all_hold() -> None:
+    """Four rows of one answer; the target's best token is 0 everywhere. Step 1 hits rows 0, 1, 3; step 2, which has
+    three rows, hits 1 and 2: accepted are 3/4 and 2/3, all guesses up to the second hold in row 1 only."""
+    rows = supervised_rows((0, 6), torch.arange(6) >= 2)
+    p_SQ = torch.tensor([[0.9, 0.1]]).expand(4, 2)
+    tally = Tally(rows, p_SQ, torch.ones(4, dtype=torch.bool), rows.counts(2))
+    good, bad = [1.0, 0.0], [0.0, 1.0]
+    tally.add(0, torch.tensor([good, good, bad, good]))
+    tally.add(1, torch.tensor([bad, good, good, good]))
+    found = {name: round(value.item(), 4) for name, value in tally.metrics.items() if "loss" not in name}
+    assert found == {"accept_1": 0.75, "reach_1": 0.75, "accept_2": 0.6667, "reach_2": 0.3333}
+
+
+def test_long_sequences_give_the_gradients_of_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in pieces whose scores are made again on the way back: a piece of 4 against one of 512."""
+    target = tiny_target()
+    found = []
+    for piece in (512, 4):
+        monkeypatch.setattr(rollout, "_PIECE", piece)
+        head = shaken_head(target, list(range(40)), steps=3, layers=2).double().requires_grad_(True)
+        batch = make_batch(Streamed(target, answers(target, 12), reads_for(head)), [0, 1, 2], head.reads, 0)
+        head.loss(batch)[0].backward()
+        found.append([weight.grad for weight in head.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_kept_of_a_long_sequence_grows_with_its_length() -> None:
+    """Not with its square: tensors saved for the way back, by their bytes, from 1,100 to 2,200 tokens."""
+    target = tiny_target(torch.float32, layers=3)
+    sizes = []
+    for length in (1100, 2200):
+        head = new_head("eagle3", target, torch.arange(8), steps=3)
+        tokens = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(0))
+        states_TLD = torch.randn(length, 3, 32, generator=torch.Generator().manual_seed(0))
+        batch = Batch(tokens, (0, length), torch.arange(length) >= 10, states_TLD, states_TLD[:, 0], 0)
+        saved: list[int] = []
+
+        def keep(x: torch.Tensor, saved: list[int] = saved) -> torch.Tensor:
+            saved.append(x.nbytes)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            head.loss(batch)[0].backward()
+        sizes.append(sum(saved))
+    assert sizes[1] < 2.5 * sizes[0], sizes
+
+
+def test_a_tree_of_answers_trains_each_of_them() -> None:
+    """Gradients at the boundaries: the first and the last token of every answer are taught, and nothing between."""
+    target = tiny_target(torch.float32)
+    learner = trainer("eagle3", target, [Sequence(tuple(range(3, 23)), ((4, 7), (12, 15)))], TrainConfig(sequences=1))
+    batch = make_batch(learner.features, [0], learner.head.reads, 0)
+    whole = learner.head.loss(batch)[0].item()
+    taught = []
+    for t in range(20):
+        final_TD = batch.final_TD.clone()
+        final_TD[t] = torch.randn(32, generator=torch.Generator().manual_seed(t)) * 3
+        if learner.head.loss(replace(batch, final_TD=final_TD))[0].item() != whole:
+            taught.append(t + 1)  # the state of token t is the teacher of token t + 1
+    assert taught == [4, 5, 6, 12, 13, 14]

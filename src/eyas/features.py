@@ -100,6 +100,11 @@ class Stored:
         return Example(sequences[i], file.get_slice("states")[bounds[i] : bounds[i + 1]])
 
 
+def is_stored(folder: Path) -> bool:
+    """Has a `store` into the folder come to its end?"""
+    return (folder / "index.json").is_file()
+
+
 def store(
     target: Target, sequences: Seq[Sequence], reads: Seq[int], folder: Path, made_for: Mapping[str, str]
 ) -> Stored:

@@ -55,6 +55,7 @@ def decoder(
     held_out: Seq[Sequence],
     prompts: int,
     tokens: int,
+    quiet: bool = False,
 ) -> Validate:
     """Decodes the first `prompts` held-out prompts, `tokens` each, at temperature 0; `serve` makes a
     drafter of a head in training."""
@@ -62,7 +63,7 @@ def decoder(
 
     def validate(head: Head) -> float | None:
         drafter, stop = serve(head), Stop(tokens, target.spec.eos_ids)
-        bar = tqdm(chosen, desc="decoding held-out prompts", unit="prompt", leave=False)
+        bar = tqdm(chosen, desc="decoding held-out prompts", unit="prompt", leave=False, disable=quiet)
         return tau([timed(generate(target, drafter, policy, prompt, Sampling(), stop)) for prompt in bar])
 
     return validate
@@ -130,6 +131,8 @@ class _Run:
         with bar:
             while trainer.progress < 1 and not interrupted.is_set():
                 metrics = trainer.train_step()
+                if trainer.team.mean({"interrupted": interrupted.is_set()})["interrupted"]:
+                    interrupted.set()  # all processes end after the same step
                 rate = (trainer.tokens_seen - first_tokens) / (time.perf_counter() - begun)
                 bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {acceptance(metrics)}, {rate:.0f} tokens/s")
                 bar.update()
@@ -139,17 +142,13 @@ class _Run:
                     self._keep(rate, decode=bool(decode) and not interrupted.is_set())
 
     def _keep(self, rate: float, decode: bool) -> None:
-        """Measure where the head stands, and write everything down."""
+        """Measure where the head stands, and write everything down. All processes measure: a target that is spread over
+        them runs on all or on none."""
         trainer = self.trainer
-        if not trainer.team.first:
-            return
         held = trainer.evaluate(self.held_out)
         length = self.validate(trainer.head) if decode and trainer.config.validate_prompts else None
-        if length is not None and (self.best is None or length > self.best):
-            self.best = length
-            weights = {name: weight.detach().cpu() for name, weight in trainer.head.named_parameters()}
-            save_file(weights, self.out / f"{BEST}.tmp")
-            (self.out / f"{BEST}.tmp").rename(self.out / BEST)
+        better = length is not None and (self.best is None or length > self.best)
+        self.best = length if better else self.best
         self.last = {
             "step": trainer.step,
             "tokens_seen": trainer.tokens_seen,
@@ -160,6 +159,12 @@ class _Run:
             "tau": length,
             "best_tau": self.best,
         }
+        if not trainer.team.first:
+            return
+        if better:
+            weights = {name: weight.detach().cpu() for name, weight in trainer.head.named_parameters()}
+            save_file(weights, self.out / f"{BEST}.tmp")
+            (self.out / f"{BEST}.tmp").rename(self.out / BEST)
         told = "" if length is None else f", tau {length:.2f} (best {self.best:.2f})"
         tqdm.write(f"step {trainer.step}: held-out loss {held['loss']:.3f}, {acceptance(held)}{told}", file=sys.stderr)
         trainer.save(self.out / STATE, best=self.best)

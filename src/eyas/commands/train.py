@@ -103,16 +103,18 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
     policy_name, out = arguments.validate_tree, Path(arguments.out)
     if team.first:
         _prepare_out(out, arguments.resume)
-    eager, target, tokenizer = _targets(arguments, device)
+    eager, target, tokenizer = _targets(arguments, team, device)
     policy = choose_policy(policy_name, target.spec)
     made_for = {**checkpoint.target_fingerprint(eager, tokenizer), "dtype": _name(target.spec.dtype)}
     training, held_out = _sequences(arguments, target)
     head, vocabulary = _head(arguments, eager, training)
     if arguments.shard_target:
-        eager.share_out()
+        eager.share_out(device)
     reads = tuple(dict.fromkeys((*head.reads, target.spec.num_layers)))
     source: features.Features = features.Streamed(target, training, reads)
     if arguments.features is not None:
+        if team.size > 1 and not features.is_stored(Path(arguments.features)):
+            raise InputError(f"{arguments.features} is not a complete feature store: make it with one process first")
         source = features.store(target, training, reads, Path(arguments.features), made_for)
     trainer = train.Trainer(head, source, config, features.states_dtype(target), made_for, device, team)
     ids_Q = vocabulary if head.kind == "eagle" else None
@@ -123,12 +125,13 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
         held_out,
         config.validate_prompts,
         config.validate_tokens,
+        quiet=not team.first,
     )
     held = features.Streamed(target, held_out, reads)
     metrics = fit.fit(trainer, out, held, validate, arguments.resume, arguments.tensorboard)
+    difference = fit.serving_difference(trainer.head, held)
     if not team.first:
         return 0
-    difference = fit.serving_difference(trainer.head, held)
     how = f"{target.spec.backend} back end, {_name(target.spec.dtype)}"
     text = card(trainer, metrics, arguments.target, how, made_for, Path(arguments.answers).name, str(policy))
     checkpoint.save_head(trainer.head, out, made_for, text, shard_mb=arguments.shard_mb)
@@ -146,14 +149,16 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
 
 
 def _targets(
-    arguments: argparse.Namespace, device: torch.device
+    arguments: argparse.Namespace, team: Team, device: torch.device
 ) -> tuple[EagerTarget, Target[Any], PreTrainedTokenizerBase]:
     """The model as transformers runs it, which the head starts from; and the one that makes the states."""
-    model = load(arguments.target, backend=arguments.backend, dtype=arguments.dtype, device=str(device))
+    if arguments.shard_target and team.size == 1:
+        raise InputError("--shard-target spreads the target over several processes: start them with torchrun")
+    backend = "eager" if arguments.shard_target else arguments.backend
+    first_on = "cpu" if arguments.shard_target else str(device)  # what is to be spread need not fit one device
+    model = load(arguments.target, backend=backend, dtype=arguments.dtype, device=first_on)
     if isinstance(model.target, EagerTarget):
         return model.target, model.target, model.tokenizer
-    if arguments.shard_target:
-        raise InputError("--shard-target spreads a target of the eager back end: give --backend eager")
     torch.set_num_threads(native.use_threads())  # the core leaves PyTorch one thread, and training is PyTorch's
     return checkpoint.load_target(arguments.target, torch.bfloat16)[0], model.target, model.tokenizer
 
