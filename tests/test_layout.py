@@ -25,8 +25,15 @@ FLOORS = [
     ["bench"],
     ["doctor"],
     ["commands.common"],
-    ["commands.bench", "commands.demo", "commands.export", "commands.generate", "commands.import_",
-     "commands.inspect", "commands.train"],
+    [
+        "commands.bench",
+        "commands.demo",
+        "commands.export",
+        "commands.generate",
+        "commands.import_",
+        "commands.inspect",
+        "commands.train",
+    ],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

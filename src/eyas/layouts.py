@@ -66,10 +66,16 @@ def understand(where: str, config: Mapping[str, object], tensors: Mapping[str, T
     kind = _kind(where, named)
     if layout is None:
         middle = any(name.startswith("midlayer.") and name[len("midlayer.")].isdigit() for name in tensors)
-        layout = "TensorRT-LLM" if middle else "vLLM or SGLang" if prefixed or AUX_IDS in flat or "eagle_config" in flat else "official"
+        layout = (
+            "TensorRT-LLM"
+            if middle
+            else "vLLM or SGLang"
+            if prefixed or AUX_IDS in flat or "eagle_config" in flat
+            else "official"
+        )
     _refuse_unknown(flat)
     notes = list(_notes(kind, flat, named))
-    return HeadFile(kind, flat, _without_zero_biases(kind, flat, named, notes), layout, tuple(notes))
+    return HeadFile(kind, flat, _without_zero_biases(flat, named, notes), layout, tuple(notes))
 
 
 def _flatten(config: Mapping[str, object]) -> tuple[dict[str, object], str | None]:
@@ -95,7 +101,9 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layers = {name: _LAYER_NAME.fullmatch(short) for name, short in bare}
     single = not any(match and int(match[1] or 0) for match in layers.values())
     fused = any(match and match[2] == "hidden_norm.weight" and not int(match[1] or 0) for match in layers.values())
-    fused = fused or any(short.startswith("midlayer.") or short in ("d2t", "draft_id_to_target_id") for _, short in bare)
+    fused = fused or any(
+        short.startswith("midlayer.") or short in ("d2t", "draft_id_to_target_id") for _, short in bare
+    )
     found: dict[str, Tensor] = {}
     for name, short in bare:
         match, ours = layers[name], _OTHER_NAMES.get(short, short)
@@ -163,14 +171,14 @@ def _rope_theta_of(config: Mapping[str, object]) -> object:
 
 
 def _without_zero_biases(
-    kind: str, config: Mapping[str, object], tensors: Mapping[str, Tensor], notes: list[str]
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], notes: list[str]
 ) -> dict[str, Tensor]:
-    """The tensors without biases that are all zero where the head has none: some runtimes want them in the file."""
-    fc_bias = config.get("bias", kind == "eagle") is True
+    """The tensors without biases that are all zero and that the config does not ask for: some runtimes want them."""
+    asked = config.get("bias") is True
     idle = [
         name
         for name, tensor in tensors.items()
-        if (name.endswith("o_proj.bias") or (name == "fc.bias" and not fc_bias)) and not tensor.any()
+        if (name.endswith("o_proj.bias") or (name == "fc.bias" and not asked)) and not tensor.any()
     ]
     if idle:
         notes.append(f"{', '.join(idle)}: all zero, and left out")
