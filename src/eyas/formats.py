@@ -234,8 +234,8 @@ def _check_width(kind: str, width: int, target_width: int) -> None:
 
 
 def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
-    names = _head_names(head)
-    wanted = {official_name(key, names): tensor for key, tensor in head.state_dict().items()}
+    names = official_names(head)
+    wanted = {names[key]: tensor for key, tensor in head.state_dict().items()}
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
         raise InputError(f"the head's tensors do not match: missing {missing or 'none'}, unknown {unknown or 'none'}")
@@ -244,27 +244,23 @@ def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name].shape)}")
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} holds values that are not finite")
-    head.load_state_dict({key: tensors[official_name(key, names)].float() for key in head.state_dict()})
+    head.load_state_dict({key: tensors[names[key]].float() for key in head.state_dict()})
 
 
-def _head_names(head: Eagle | Eagle3) -> Mapping[str, str]:
-    """Our prefixes of a head's parameters, and those of its files."""
-    return _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
-
-
-def official_name(key: str, names: Mapping[str, str]) -> str:
-    """Our parameter name in the official layout."""
-    prefix = next(prefix for prefix in names if key.startswith(prefix))
-    return names[prefix] + key.removeprefix(prefix)
+def official_names(head: Eagle | Eagle3) -> dict[str, str]:
+    """The names of a head's parameters in its module, and in the files that eyas writes."""
+    prefixes = _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
+    names = {}
+    for key in head.state_dict():
+        prefix = next(prefix for prefix in prefixes if key.startswith(prefix))
+        names[key] = prefixes[prefix] + key.removeprefix(prefix)
+    return names
 
 
 def head_tensors(head: Eagle | Eagle3, dtype: torch.dtype) -> dict[str, Tensor]:
     """A head's weights by the names that eyas writes, and its draft vocabulary as `d2t` and `t2d`."""
-    names = _head_names(head)
-    tensors = {
-        official_name(key, names): tensor.detach().to(dtype).contiguous().cpu()
-        for key, tensor in head.state_dict().items()
-    }
+    names = official_names(head)
+    tensors = {names[key]: tensor.detach().to(dtype).contiguous().cpu() for key, tensor in head.state_dict().items()}
     ids_Q = head.draft_vocabulary_Q if isinstance(head, Eagle3) else None
     if ids_Q is not None:
         tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))

@@ -16,9 +16,9 @@ from eyas.drafters.eagle3 import SWITCHES
 from eyas.errors import InputError
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-_LAYER_NAME = re.compile(r"(?:(?:midlayer|layers)\.([0-9]{1,3})|midlayer)\.(.+)")
-_OTHER_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-_OTHER_NAMES["draft_id_to_target_id"] = "d2t"
+LAYER_NAME = re.compile(r"(?:(?:midlayer|layers)\.([0-9]{1,3})|midlayer)\.(.+)")
+OTHER_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+OTHER_NAMES["draft_id_to_target_id"] = "d2t"
 
 # Where a switch of an EAGLE-3 head stands in configs of the wild, besides its own key at the top.
 _SWITCH_ALIASES = {
@@ -98,7 +98,7 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layer's attention is its `input_layernorm` or, in SGLang and TensorRT-LLM, its `hidden_norm`.
     """
     bare = [(name, name.removeprefix("model.")) for name in tensors if not name.endswith("rotary_emb.inv_freq")]
-    layers = {name: _LAYER_NAME.fullmatch(short) for name, short in bare}
+    layers = {name: LAYER_NAME.fullmatch(short) for name, short in bare}
     single = not any(match and int(match[1] or 0) for match in layers.values())
     fused = any(match and match[2] == "hidden_norm.weight" and not int(match[1] or 0) for match in layers.values())
     fused = fused or any(
@@ -106,7 +106,7 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     )
     found: dict[str, Tensor] = {}
     for name, short in bare:
-        match, ours = layers[name], _OTHER_NAMES.get(short, short)
+        match, ours = layers[name], OTHER_NAMES.get(short, short)
         if match:
             number, rest = int(match[1] or 0), match[2]
             if number and rest == "hidden_norm.weight":
@@ -187,7 +187,7 @@ def _without_zero_biases(
 
 def layer_count(tensors: Iterable[str]) -> int:
     """Decoder layers of a head, by its tensors' names (those that eyas writes)."""
-    matches = (_LAYER_NAME.fullmatch(name) for name in tensors)
+    matches = (LAYER_NAME.fullmatch(name) for name in tensors)
     return 1 + max((int(match[1] or 0) for match in matches if match), default=0)
 
 
