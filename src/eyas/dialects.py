@@ -53,6 +53,14 @@ class Dialect:
     narrow_rows: bool = True  # a head as wide as its target may bring an embedding of its own
     permuted_vocabulary: bool = False  # a draft vocabulary may be a reordering of the whole vocabulary
     skips_fc: bool = True  # states that together are as wide as the head go around fc
+    accepts: tuple[str, ...] = ()  # architectures of EAGLE-3 heads that its reader knows besides; "*": any
+    refuses_unknown: bool = False  # a tensor without a place ends the loading; else it is passed over
+    strips_model: bool = False  # names may begin with "model."
+    old_names: bool = False  # it knows what other writers call some tensors
+    believes_layers: bool = True  # it builds num_hidden_layers of them, whatever the tensors
+    needs_draft_size: bool = False  # draft_vocab_size has no default
+    ids_at_launch: bool = False  # the states are an argument of the server, not of the config
+    bias_keys: tuple[str, ...] = ("attention_bias", "bias")  # any of them gives q, k and v biases
     # How its reader finds the states: keys in order with what is added to an id; else the usual ones.
     ids: tuple[tuple[str, int], ...] = ()
     # How its reader finds a switch, where that is not by its own key at the top: the first key that is there; else off.
@@ -81,6 +89,9 @@ DIALECTS: dict[str, Dialect] = {
         zero_output_bias=True,
         narrow_rows=False,
         permuted_vocabulary=True,
+        strips_model=True,
+        old_names=True,
+        needs_draft_size=True,
         ids=((NESTED_IDS, 1),),
         switch_keys={
             "fc_norm": ("fc_norm", "use_aux_norm"),
@@ -102,6 +113,9 @@ DIALECTS: dict[str, Dialect] = {
         states=(1, 5),
         zero_output_bias=True,
         skips_fc=False,
+        accepts=("LlamaForCausalLM", "Eagle3LlamaForCausalLM"),
+        refuses_unknown=True,
+        bias_keys=("qkv_bias", "attention_bias", "bias"),
         ids=((AUX_IDS, 0), (NESTED_IDS, 0)),
         switch_keys={"norm_before_fc": ("eagle_config.norm_before_fc", "norm_before_fc")},
     ),
@@ -134,6 +148,8 @@ DIALECTS: dict[str, Dialect] = {
         prefixes=("layers.0.", "layers."),
         zero_output_bias=True,
         skips_fc=False,
+        accepts=("*",),
+        refuses_unknown=True,
         ids=((AUX_IDS, 0),),
         switch_defaults={"norm_before_residual": True},
     ),
@@ -152,6 +168,7 @@ DIALECTS: dict[str, Dialect] = {
         prefixes=("midlayer.", "midlayer."),
         later_norm="hidden_norm",
         narrow_rows=False,
+        ids_at_launch=True,
         switch_keys={
             "norm_output": ("norm_output", "eagle_config.return_hidden_post_norm"),
             "norm_before_fc": ("eagle_config.norm_before_fc",),
@@ -169,6 +186,10 @@ DIALECTS: dict[str, Dialect] = {
         biases=("eagle fc", "eagle qkv"),
         states=(3, 3),
         usual_states_only=True,
+        accepts=("*",),
+        believes_layers=False,
+        needs_draft_size=True,
+        bias_keys=("qkv_bias",),
         split_head_dim=False,
         narrow_rows=False,
     ),
@@ -182,5 +203,10 @@ DIALECTS: dict[str, Dialect] = {
         states=(3, 3),
         permuted_vocabulary=True,
         skips_fc=False,
+        accepts=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
+        refuses_unknown=True,
+        strips_model=True,
+        needs_draft_size=True,
+        ids=((AUX_IDS, 0),),
     ),
 }  # fmt: skip

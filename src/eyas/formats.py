@@ -256,8 +256,8 @@ def _check_width(kind: str, width: int, target_width: int) -> None:
 
 
 def _load(head: Head, tensors: Mapping[str, Tensor]) -> None:
-    names = _head_names(head)
-    wanted = {official_name(key, names): tensor for key, tensor in head.state_dict().items()}
+    names = official_names(head)
+    wanted = {names[key]: tensor for key, tensor in head.state_dict().items()}
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
         raise InputError(f"the head's tensors do not match: missing {missing or 'none'}, unknown {unknown or 'none'}")
@@ -266,29 +266,25 @@ def _load(head: Head, tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name].shape)}")
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} holds values that are not finite")
-    head.load_state_dict({key: tensors[official_name(key, names)].float() for key in head.state_dict()})
+    head.load_state_dict({key: tensors[names[key]].float() for key in head.state_dict()})
 
 
-def _head_names(head: Head) -> Mapping[str, str]:
-    """Our prefixes of a head's parameters, and those of its files."""
+def official_names(head: Head) -> dict[str, str]:
+    """The names of a head's parameters in its module, and in the files that eyas writes."""
     if isinstance(head, Medusa):
-        return {"heads.": "heads."}
-    return _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
-
-
-def official_name(key: str, names: Mapping[str, str]) -> str:
-    """Our parameter name in the official layout."""
-    prefix = next(prefix for prefix in names if key.startswith(prefix))
-    return names[prefix] + key.removeprefix(prefix)
+        return {key: key for key in head.state_dict()}
+    prefixes = _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
+    names = {}
+    for key in head.state_dict():
+        prefix = next(prefix for prefix in prefixes if key.startswith(prefix))
+        names[key] = prefixes[prefix] + key.removeprefix(prefix)
+    return names
 
 
 def head_tensors(head: Head, dtype: torch.dtype) -> dict[str, Tensor]:
     """A head's weights by the names that eyas writes, and its draft vocabulary as `d2t` and `t2d`."""
-    names = _head_names(head)
-    tensors = {
-        official_name(key, names): tensor.detach().to(dtype).contiguous().cpu()
-        for key, tensor in head.state_dict().items()
-    }
+    names = official_names(head)
+    tensors = {names[key]: tensor.detach().to(dtype).contiguous().cpu() for key, tensor in head.state_dict().items()}
     ids_Q = None if isinstance(head, Eagle) else head.draft_vocabulary_Q
     if ids_Q is not None:
         ids_Q = ids_Q.cpu()

@@ -16,9 +16,9 @@ from eyas.drafters.eagle3 import SWITCHES
 from eyas.errors import InputError
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-_LAYER_NAME = re.compile(r"(?:(?:midlayer|layers)\.([0-9]{1,3})|midlayer)\.(.+)")
-_OTHER_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-_OTHER_NAMES["draft_id_to_target_id"] = "d2t"
+LAYER_NAME = re.compile(r"(?:(?:midlayer|layers)\.([0-9]{1,3})|midlayer)\.(.+)")
+OTHER_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
+OTHER_NAMES["draft_id_to_target_id"] = "d2t"
 
 # Where a switch of an EAGLE-3 head stands in configs of the wild, besides its own key at the top.
 _SWITCH_ALIASES = {
@@ -75,7 +75,7 @@ def understand(where: str, config: Mapping[str, object], tensors: Mapping[str, T
         )
     _refuse_unknown(flat)
     notes = list(_notes(kind, flat, named))
-    return HeadFile(kind, flat, _without_zero_biases(kind, flat, named, notes), layout, tuple(notes))
+    return HeadFile(kind, flat, _without_zero_biases(flat, named, notes), layout, tuple(notes))
 
 
 def _flatten(config: Mapping[str, object]) -> tuple[dict[str, object], str | None]:
@@ -98,7 +98,7 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layer's attention is its `input_layernorm` or, in SGLang and TensorRT-LLM, its `hidden_norm`.
     """
     bare = [(name, name.removeprefix("model.")) for name in tensors if not name.endswith("rotary_emb.inv_freq")]
-    layers = {name: _LAYER_NAME.fullmatch(short) for name, short in bare}
+    layers = {name: LAYER_NAME.fullmatch(short) for name, short in bare}
     single = not any(match and int(match[1] or 0) for match in layers.values())
     fused = any(match and match[2] == "hidden_norm.weight" and not int(match[1] or 0) for match in layers.values())
     fused = fused or any(
@@ -106,7 +106,7 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     )
     found: dict[str, Tensor] = {}
     for name, short in bare:
-        match, ours = layers[name], _OTHER_NAMES.get(short, short)
+        match, ours = layers[name], OTHER_NAMES.get(short, short)
         if match:
             number, rest = int(match[1] or 0), match[2]
             if number and rest == "hidden_norm.weight":
@@ -173,14 +173,14 @@ def _rope_theta_of(config: Mapping[str, object]) -> object:
 
 
 def _without_zero_biases(
-    kind: str, config: Mapping[str, object], tensors: Mapping[str, Tensor], notes: list[str]
+    config: Mapping[str, object], tensors: Mapping[str, Tensor], notes: list[str]
 ) -> dict[str, Tensor]:
-    """The tensors without biases that are all zero where the head has none: some runtimes want them in the file."""
-    fc_bias = config.get("bias", kind == "eagle") is True
+    """The tensors without biases that are all zero and that the config does not ask for: some runtimes want them."""
+    asked = config.get("bias") is True
     idle = [
         name
         for name, tensor in tensors.items()
-        if (name.endswith("o_proj.bias") or (name == "fc.bias" and not fc_bias)) and not tensor.any()
+        if (name.endswith("o_proj.bias") or (name == "fc.bias" and not asked)) and not tensor.any()
     ]
     if idle:
         notes.append(f"{', '.join(idle)}: all zero, and left out")
@@ -189,7 +189,7 @@ def _without_zero_biases(
 
 def layer_count(tensors: Iterable[str]) -> int:
     """Decoder layers of a head, by its tensors' names (those that eyas writes)."""
-    matches = (_LAYER_NAME.fullmatch(name) for name in tensors)
+    matches = (LAYER_NAME.fullmatch(name) for name in tensors)
     return 1 + max((int(match[1] or 0) for match in matches if match), default=0)
 
 
