@@ -10,8 +10,6 @@ from eyas import checkpoint, exports, gguf_head
 from eyas.commands.common import load_eager, new_folder, print_json, say
 from eyas.dialects import DIALECTS
 from eyas.drafters.eagle3 import Eagle3
-from eyas.drafters.medusa import Medusa
-from eyas.errors import InputError
 
 HELP = "a head for another runtime"
 
@@ -33,8 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     vocabulary = checkpoint.target_gguf(arguments.target) if runtime == "gguf" else None
     target, _ = load_eager(arguments)
     file, head, why = checkpoint.open_head(arguments.head, target)
-    if isinstance(head, Medusa):
-        raise InputError(f"the head {arguments.head!r} is a Medusa drafter, for which eyas has only its own layout")
     served = vocabulary or checkpoint.target_folder(arguments.target)  # what another runtime knows the target by
     spec = replace(target.spec, name=arguments.target if checkpoint.is_hub_id(arguments.target) else str(served))
     dtype = checkpoint.weights_dtype(file)
