@@ -145,6 +145,12 @@ def load_eager(arguments: argparse.Namespace) -> tuple[EagerTarget, PreTrainedTo
     return checkpoint.load_target(arguments.target, dtype)
 
 
+def new_folder(out: Path) -> None:
+    """Refuse a folder that holds something already."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} is not empty: give a new folder as --out")
+
+
 def sampling_of(arguments: argparse.Namespace, model: Model | None = None) -> Sampling:
     """The flags of a draw; without a model, only to refuse wrong ones early."""
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")

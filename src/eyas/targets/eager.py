@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from eyas.targets.base import Target, TargetSpec, Verified
@@ -125,6 +129,16 @@ class EagerTarget(Target[EagerCache]):
         # transformers renamed the argument between the versions that eyas supports
         names = inspect.signature(model.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
+
+    def share_out(self, device: torch.device) -> None:
+        """Spread the layers over the devices of all processes of `torch.distributed` (FSDP2); a layer's weights are
+        gathered while it runs. Embedding and output head, which drafters read, stay whole on each device. All processes
+        must call `verify` equally often from here on."""
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in self._layers:
+            fully_shard(layer, mesh=mesh)
+        nn.Module.to(self.model, device)  # by its own name, whose types transformers' decorators hide
+        self.spec = replace(self.spec, device=device)
 
     def new_cache(self) -> EagerCache:
         return EagerCache()
