@@ -16,6 +16,7 @@ import torch
 from tiny import tiny_target, tiny_tokenizer
 
 from eyas import prepared
+from eyas.checkpoint import load_target, target_fingerprint
 from eyas.cli import main
 from eyas.conversations import Conversation, Turn, parse, read_conversations
 from eyas.data import Sequence
@@ -238,7 +239,7 @@ def test_answers_are_kept_and_cut_at_a_turn(model: Model, tmp_path: Path) -> Non
         assert second == Sequence(first.tokens[: first.spans[0][1]], first.spans[:1])
         assert (result.whole.given, result.whole.cut) == (2, 2 - spans)
     result = prepare(talks, Kept(chat, 5), MADE_FOR, tmp_path / "none")
-    assert (result.whole.sequences, result.whole.cut) == (0, 2)
+    assert (result.whole.sequences, result.whole.cut, everything(tmp_path / "none")) == (0, 2, [])
     with pytest.raises(InputError, match="here: the conversation has no assistant's turn"):
         prepare([talk("Hi")], Kept(chat, 99), MADE_FOR, tmp_path / "refused")
     assert not (tmp_path / "refused").exists(), "nothing is written before every line has been looked at"
@@ -420,6 +421,14 @@ def server(model: Model) -> Iterator[tuple[Server, str]]:
             self.end_headers()
             self.wfile.write(data)
 
+        def do_GET(self) -> None:
+            found = {"data": [{"id": "other"}, {"id": "served", "max_model_len": 99}]} if state.knows_ids else []
+            data = json.dumps(found).encode()
+            self.send_response(200 if self.path == "/v1/models" else 404)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
         def log_message(self, *args: object) -> None:
             pass
 
@@ -495,6 +504,17 @@ def test_an_endpoint_of_another_model_is_refused(model: Model, server: tuple[Ser
         Endpoint("localhost:8000", "m")
 
 
+def test_an_endpoint_may_tell_its_context(server: tuple[Server, str]) -> None:
+    state, url = server
+    assert Endpoint(url, "served").max_length() == 99
+    assert Endpoint(url, "unknown").max_length() is None
+    assert Endpoint(url, "other").max_length() is None
+    assert Endpoint(url + "wrong", "served").max_length() is None
+    state.knows_ids = False
+    assert Endpoint(url, "served").max_length() is None
+    assert Endpoint("http://127.0.0.1:9/v1", "served").max_length() is None
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -521,6 +541,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path:
     assert main([*command, "--out", str(tmp_path / "no"), "--keep-answers"]) == 2
     assert f"{prompts}, line 3: the conversation has no assistant's turn" in capsys.readouterr().err
     made_for = read_header(tmp_path / "out")["target"]
+    assert made_for == target_fingerprint(*load_target(str(folder / "target"), torch.float64)), "as training sees it"
     assert made_for["weights"] and read_header(tmp_path / "kept")["target"]["tokenizer"] == made_for["tokenizer"]
 
 
