@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -293,6 +294,10 @@ def test_an_interrupted_run_goes_on(
             prepare(TALKS, Dying(Sampled(model, SETTINGS, 2), answers, KeyboardInterrupt()), MADE_FOR, tmp_path, 4)
     full = 4 * len([path for path in tmp_path.glob("answers-*.safetensors")])
     (tmp_path / "answers-00002.safetensors.tmp").write_bytes(b"half a file")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "header.json.tmp").write_bytes(b"half a header")
+    Folder(tmp_path / "new", {"conversations": 1, "shard": 1})
+    shutil.rmtree(tmp_path / "new")
     with pytest.raises(InputError, match="missing"):
         everything(tmp_path)
     second = Dying(Sampled(model, SETTINGS, 2), 99, KeyboardInterrupt())
@@ -321,10 +326,11 @@ def test_a_corrupt_shard_is_found_and_made_anew(model: Model, whole: Path, tmp_p
         record.write_bytes((tmp_path / "answers-00000.json").read_bytes() if harm == "another's record" else b"[")
     with pytest.raises(InputError, match="answers-00001.*(broken|missing)"):
         everything(tmp_path)
+    (tmp_path / "open.safetensors").write_bytes(data[:99])
     again = Dying(Sampled(model, SETTINGS, 2), 99, KeyboardInterrupt())
     result = prepare(TALKS, again, MADE_FOR, tmp_path, shard=4)
     assert again.asked == [4, 5, 6, 7]
-    assert result.redone == ([] if harm == "gone" else ["answers-00001.safetensors"])
+    assert result.redone == ["open.safetensors", *([] if harm == "gone" else ["answers-00001.safetensors"])]
     assert contents(tmp_path) == contents(whole)
 
 

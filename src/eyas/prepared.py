@@ -87,7 +87,7 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         if (path / _HEADER).is_file():
             _compare(path, read_header(path), header)
-        elif any(path.iterdir()):
+        elif any(entry.suffix != ".tmp" for entry in path.iterdir()):
             raise InputError(f"{path} is not empty: give a new folder, or one that eyas prepare has begun")
         else:
             _write(path / _HEADER, json.dumps(header, indent=1).encode() + b"\n")
@@ -107,8 +107,9 @@ class Folder:
         return [n for n in wanted if n not in self.open.get(n // self._shard, ())]
 
     def broken(self) -> list[str]:
-        """Names of shards that are there, but not as they were written."""
-        return [_name(s) for s in range(self.num_shards) if s not in self.full and (self.path / _name(s)).exists()]
+        """Names of files that are there, but not as they were written. Their conversations are missing."""
+        names = [_OPEN, *(_name(shard) for shard in range(self.num_shards) if shard not in self.full)]
+        return [name for name in names if (self.path / name).exists() and _record(self.path / name) is None]
 
     def add(self, answered: Answered) -> None:
         """Take a conversation; the last one of a shard has the shard written."""
