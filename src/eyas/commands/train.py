@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from eyas.drafters.eagle3 import SWITCHES
 from eyas.drafters.rollout import TOKEN_LOSSES
 from eyas.errors import InputError, one_line
 from eyas.model import choose_device, choose_policy, load
+from eyas.policies import parse_policy
+from eyas.prepared import read_prepared
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.team import Team, join
@@ -100,13 +102,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int:
     config = train.TrainConfig(**{f.name: getattr(arguments, f.name) for f in fields(train.TrainConfig)})
-    policy_name, out = arguments.validate_tree, Path(arguments.out)
+    out = Path(arguments.out)
+    if arguments.validate_tree != "auto":
+        parse_policy(arguments.validate_tree)  # refused now, not after loading
     if team.first:
         _prepare_out(out, arguments.resume)
     eager, target, tokenizer = _targets(arguments, team, device)
-    policy = choose_policy(policy_name, target.spec)
+    policy = choose_policy(arguments.validate_tree, target.spec)
     made_for = {**checkpoint.target_fingerprint(eager, tokenizer), "dtype": _name(target.spec.dtype)}
-    training, held_out = _sequences(arguments, target)
+    training, held_out = _sequences(arguments, target, made_for)
     head, vocabulary = _head(arguments, eager, training)
     if arguments.shard_target:
         eager.share_out(device)
@@ -163,11 +167,14 @@ def _targets(
     return checkpoint.load_target(arguments.target, torch.bfloat16)[0], model.target, model.tokenizer
 
 
-def _sequences(arguments: argparse.Namespace, target: Target[Any]) -> tuple[list[data.Sequence], list[data.Sequence]]:
+def _sequences(
+    arguments: argparse.Namespace, target: Target[Any], made_for: Mapping[str, str]
+) -> tuple[list[data.Sequence], list[data.Sequence]]:
     """Those to train on, and the last 2 % to validate with."""
-    length = min(arguments.max_length, target.spec.max_length)
-    answers = Path(arguments.answers)
-    sequences = list(data.read_answers(answers, target.spec.vocab_size, length, arguments.limit))
+    answers, spec = Path(arguments.answers), target.spec
+    bounds = (spec.vocab_size, min(arguments.max_length, spec.max_length), arguments.limit)
+    prepared = answers.is_dir()
+    sequences = list(read_prepared(answers, *bounds, made_for) if prepared else data.read_answers(answers, *bounds))
     if len(sequences) < 2:
         raise InputError(f"{answers} holds {len(sequences)} usable answers; training needs at least 2")
     held_out = max(1, len(sequences) // 50)
