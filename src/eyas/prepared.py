@@ -26,6 +26,7 @@ from eyas.errors import InputError, one_line
 
 Finish = Literal["stop", "length", "given"]  # by an end token, by the budget or the context; not sampled
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "given")
+_FORMAT = 1  # of the folder
 _HEADER, _OPEN = "header.json", "open.safetensors"
 _ABOUT = ("conversations", "lines", "temperatures", "cut")  # arrays with a row for each conversation
 
@@ -84,6 +85,7 @@ class Folder:
         """
         self.path, self._shard = path, _whole(header["shard"])
         self._conversations = _whole(header["conversations"])
+        header = {"format": _FORMAT, **header}
         path.mkdir(parents=True, exist_ok=True)
         if (path / _HEADER).is_file():
             _compare(path, read_header(path), header)
@@ -149,8 +151,8 @@ def read_header(folder: Path) -> dict[str, object]:
     """
     try:
         header = json.loads((folder / _HEADER).read_text())
-        if not isinstance(header, dict):
-            raise ValueError("no object")
+        if not isinstance(header, dict) or header.get("format") != _FORMAT:
+            raise ValueError(f"its header is of no format that this eyas reads, which is {_FORMAT}")
         for key in ("conversations", "shard"):
             _whole(header.get(key))
     except (OSError, ValueError, RecursionError) as error:
