@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ import torch
 from tiny import tiny_target, tiny_tokenizer
 
 from eyas import prepared
+from eyas.checkpoint import load_target, target_fingerprint
 from eyas.cli import main
 from eyas.conversations import Conversation, Turn, parse, read_conversations
 from eyas.data import Sequence
@@ -218,10 +220,12 @@ def test_figures_by_hand() -> None:
 
 
 def test_a_prompt_that_fills_the_context_is_left_out(model: Model, tmp_path: Path) -> None:
-    talks = [talk("x" * 300), talk("Hi"), talk("No 3", "x" * 300)]
+    chat = ChatTemplate(model.tokenizer, (2,))
+    room = 256 - len(chat.prompt([{"role": "user", "content": ""}]))  # the last token of the context is an answer's
+    talks = [talk("x" * room), talk("x" * (room - 1)), talk("Hi"), talk("No 3", "x" * 300)]
     settings = Settings((0.9,), 14, seed=1)
     result = prepare(talks, Sampled(model, settings, 2), MADE_FOR, tmp_path)
-    assert (result.whole.conversations, result.whole.sequences, result.whole.cut) == (3, 2, 2)
+    assert (result.whole.conversations, result.whole.sequences, result.whole.cut) == (4, 3, 2)
 
 
 def test_answers_are_kept_and_cut_at_a_turn(model: Model, tmp_path: Path) -> None:
@@ -236,7 +240,7 @@ def test_answers_are_kept_and_cut_at_a_turn(model: Model, tmp_path: Path) -> Non
         assert second == Sequence(first.tokens[: first.spans[0][1]], first.spans[:1])
         assert (result.whole.given, result.whole.cut) == (2, 2 - spans)
     result = prepare(talks, Kept(chat, 5), MADE_FOR, tmp_path / "none")
-    assert (result.whole.sequences, result.whole.cut) == (0, 2)
+    assert (result.whole.sequences, result.whole.cut, everything(tmp_path / "none")) == (0, 2, [])
     with pytest.raises(InputError, match="here: the conversation has no assistant's turn"):
         prepare([talk("Hi")], Kept(chat, 99), MADE_FOR, tmp_path / "refused")
     assert not (tmp_path / "refused").exists(), "nothing is written before every line has been looked at"
@@ -290,6 +294,10 @@ def test_an_interrupted_run_goes_on(
             prepare(TALKS, Dying(Sampled(model, SETTINGS, 2), answers, KeyboardInterrupt()), MADE_FOR, tmp_path, 4)
     full = 4 * len([path for path in tmp_path.glob("answers-*.safetensors")])
     (tmp_path / "answers-00002.safetensors.tmp").write_bytes(b"half a file")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "header.json.tmp").write_bytes(b"half a header")
+    Folder(tmp_path / "new", {"conversations": 1, "shard": 1})
+    shutil.rmtree(tmp_path / "new")
     with pytest.raises(InputError, match="missing"):
         everything(tmp_path)
     second = Dying(Sampled(model, SETTINGS, 2), 99, KeyboardInterrupt())
@@ -318,10 +326,11 @@ def test_a_corrupt_shard_is_found_and_made_anew(model: Model, whole: Path, tmp_p
         record.write_bytes((tmp_path / "answers-00000.json").read_bytes() if harm == "another's record" else b"[")
     with pytest.raises(InputError, match="answers-00001.*(broken|missing)"):
         everything(tmp_path)
+    (tmp_path / "open.safetensors").write_bytes(data[:99])
     again = Dying(Sampled(model, SETTINGS, 2), 99, KeyboardInterrupt())
     result = prepare(TALKS, again, MADE_FOR, tmp_path, shard=4)
     assert again.asked == [4, 5, 6, 7]
-    assert result.redone == ([] if harm == "gone" else ["answers-00001.safetensors"])
+    assert result.redone == ["open.safetensors", *([] if harm == "gone" else ["answers-00001.safetensors"])]
     assert contents(tmp_path) == contents(whole)
 
 
@@ -351,12 +360,13 @@ def test_reading_a_folder(whole: Path) -> None:
     assert list(read_prepared(whole, 260, 9999, limit=3)) == sequences[:3]
     assert read_header(whole)["target"] == MADE_FOR
     longest = max(sequences, key=lambda s: len(s.tokens))
-    for length in (len(longest.tokens), len(longest.tokens) - 1, longest.spans[0][0] + 1, 30):
+    for length in (len(longest.tokens), len(longest.tokens) - 1, longest.spans[-1][0], longest.spans[0][0] + 1):
         for cut in read_prepared(whole, 260, length):
             (own,) = {s for s in sequences if s.tokens[:length] == cut.tokens}
             assert len(cut.tokens) == min(length, len(own.tokens))
             inside = [t for start, end in own.spans for t in range(start, end) if t < length]
-            assert [t for start, end in cut.spans for t in range(start, end)] == inside != []
+            assert [t for start, end in cut.spans for t in range(start, end)] == inside
+            assert all(start < end for start, end in cut.spans)
     with pytest.raises(InputError, match="outside the target's vocabulary of 50"):
         list(read_prepared(whole, 50, 9999))
     assert list(read_prepared(whole, 260, 9999, made_for={**MADE_FOR, "dtype": "int8"})) == sequences
@@ -413,6 +423,14 @@ def server(model: Model) -> Iterator[tuple[Server, str]]:
             code, answer = state.respond(body)
             data = json.dumps(answer).encode()
             self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            found = {"data": [{"id": "other"}, {"id": "served", "max_model_len": 99}]} if state.knows_ids else []
+            data = json.dumps(found).encode()
+            self.send_response(200 if self.path == "/v1/models" else 404)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -492,6 +510,17 @@ def test_an_endpoint_of_another_model_is_refused(model: Model, server: tuple[Ser
         Endpoint("localhost:8000", "m")
 
 
+def test_an_endpoint_may_tell_its_context(server: tuple[Server, str]) -> None:
+    state, url = server
+    assert Endpoint(url, "served").max_length() == 99
+    assert Endpoint(url, "unknown").max_length() is None
+    assert Endpoint(url, "other").max_length() is None
+    assert Endpoint(url + "wrong", "served").max_length() is None
+    state.knows_ids = False
+    assert Endpoint(url, "served").max_length() is None
+    assert Endpoint("http://127.0.0.1:9/v1", "served").max_length() is None
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -518,6 +547,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path:
     assert main([*command, "--out", str(tmp_path / "no"), "--keep-answers"]) == 2
     assert f"{prompts}, line 3: the conversation has no assistant's turn" in capsys.readouterr().err
     made_for = read_header(tmp_path / "out")["target"]
+    assert made_for == target_fingerprint(*load_target(str(folder / "target"), torch.float64)), "as training sees it"
     assert made_for["weights"] and read_header(tmp_path / "kept")["target"]["tokenizer"] == made_for["tokenizer"]
 
 

@@ -59,6 +59,16 @@ class Endpoint:
             self._headers["Authorization"] = f"Bearer {key}"
         self._asks_ids = True
 
+    def max_length(self) -> int | None:
+        """Tokens of the model's context there, where the server tells it (vLLM, SGLang)."""
+        request = urllib.request.Request(f"{self.url}/models", headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                found = [model["max_model_len"] for model in json.load(response)["data"] if model["id"] == self.model]
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return None  # it need not tell, and whether it answers at all will show
+        return found[0] if found and type(found[0]) is int and found[0] > 0 else None
+
     def answer(self, messages: Seq[Mapping[str, str]], temperature: float, max_tokens: int, seed: int) -> Reply:
         """The model's answer to a conversation.
 

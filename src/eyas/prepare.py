@@ -44,6 +44,10 @@ class Settings:
     max_new_tokens: int = 512  # of an answer
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not self.temperatures:
+            raise InputError("answers need at least one temperature")
+
     def temperature(self, number: int) -> float:
         return self.temperatures[number % len(self.temperatures)]
 
@@ -74,7 +78,7 @@ class Result:
     whole: Figures  # of the folder
     new: Figures  # of this run
     seconds: float  # of this run
-    redone: list[str]  # shards that were broken
+    redone: list[str]  # files that were broken
 
 
 def prepare(

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from eyas.data import Sequence
+from eyas.data import Sequence, pack, unpack
 from eyas.errors import InputError, one_line
 
 Finish = Literal["stop", "length", "given"]  # by an end token, by the budget or the context; not sampled
@@ -59,7 +59,7 @@ class Figures:
     def of(answered: Seq[Answered]) -> Figures:
         sequences = [sequence for one in answered for sequence in one.sequences]
         finishes = [finish for one in answered for finish in one.finishes]
-        written = sum(end - start for sequence in sequences for start, end in sequence.spans)
+        written = sum(len(sequence.answer_tokens) for sequence in sequences)
         return Figures(
             conversations=len(answered),
             sequences=len(sequences),
@@ -87,7 +87,7 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         if (path / _HEADER).is_file():
             _compare(path, read_header(path), header)
-        elif any(path.iterdir()):
+        elif any(entry.suffix != ".tmp" for entry in path.iterdir()):
             raise InputError(f"{path} is not empty: give a new folder, or one that eyas prepare has begun")
         else:
             _write(path / _HEADER, json.dumps(header, indent=1).encode() + b"\n")
@@ -107,8 +107,9 @@ class Folder:
         return [n for n in wanted if n not in self.open.get(n // self._shard, ())]
 
     def broken(self) -> list[str]:
-        """Names of shards that are there, but not as they were written."""
-        return [_name(s) for s in range(self.num_shards) if s not in self.full and (self.path / _name(s)).exists()]
+        """Names of files that are there, but not as they were written. Their conversations are missing."""
+        names = [_OPEN, *(_name(shard) for shard in range(self.num_shards) if shard not in self.full)]
+        return [name for name in names if (self.path / name).exists() and _record(self.path / name) is None]
 
     def add(self, answered: Answered) -> None:
         """Take a conversation; the last one of a shard has the shard written."""
@@ -218,17 +219,11 @@ def _compare(path: Path, found: Mapping[str, object], header: Mapping[str, objec
 
 def _write_shard(path: Path, answered: list[Answered]) -> None:
     answered = sorted(answered, key=lambda one: one.number)
-    owned = [(row, sequence) for row, one in enumerate(answered) for sequence in one.sequences]
-    spans = [span for _, sequence in owned for span in sequence.spans]
     finishes = [_FINISHES.index(finish) for one in answered for finish in one.finishes]
-    tokens = [token for _, sequence in owned for token in sequence.tokens]
     data = save(
         {
-            "tokens": torch.tensor(tokens, dtype=torch.int32),
-            "bounds": _bounds([len(sequence.tokens) for _, sequence in owned]),
-            "spans": torch.tensor(spans, dtype=torch.int32).reshape(-1, 2),
-            "span_bounds": _bounds([len(sequence.spans) for _, sequence in owned]),
-            "owners": torch.tensor([row for row, _ in owned], dtype=torch.int32),
+            **pack([sequence for one in answered for sequence in one.sequences]),
+            "owners": torch.tensor([row for row, one in enumerate(answered) for _ in one.sequences], dtype=torch.int64),
             "finishes": torch.tensor(finishes, dtype=torch.uint8),
             "conversations": torch.tensor([one.number for one in answered]),
             "lines": torch.tensor([one.line for one in answered]),
@@ -242,24 +237,19 @@ def _write_shard(path: Path, answered: list[Answered]) -> None:
     _write(_beside(path), json.dumps(record).encode() + b"\n")
 
 
-def _bounds(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
 def _read(path: Path) -> list[Answered]:
     """The conversations of a shard whose checksum was right."""
     try:
-        arrays = {name: array.tolist() for name, array in load(path.read_bytes()).items()}
-        bounds, span_bounds = arrays["bounds"], arrays["span_bounds"]
-        found: list[list[tuple[Sequence, Finish]]] = [[] for _ in arrays["conversations"]]
-        for i, owner in enumerate(arrays["owners"]):
-            spans = tuple((start, end) for start, end in arrays["spans"][span_bounds[i] : span_bounds[i + 1]])
-            tokens = tuple(arrays["tokens"][bounds[i] : bounds[i + 1]])
-            found[owner].append((Sequence(tokens, spans), _FINISHES[arrays["finishes"][i]]))
-        rows = zip(*(arrays[name] for name in _ABOUT), found, strict=True)
+        arrays = load(path.read_bytes())
+        sequences = unpack(arrays["tokens"], arrays["bounds"], arrays["spans"])
+        finishes = [_FINISHES[finish] for finish in arrays["finishes"].tolist()]
+        rows = list(zip(*(arrays[name].tolist() for name in _ABOUT), strict=True))
+        owned: list[list[int]] = [[] for _ in rows]
+        for i, owner in enumerate(arrays["owners"].tolist()):
+            owned[owner].append(i)
         return [
-            Answered(number, line, temperature, tuple(s for s, _ in own), tuple(f for _, f in own), cut)
-            for number, line, temperature, cut, own in rows
+            Answered(number, line, temperature, tuple(sequences[i] for i in own), tuple(finishes[i] for i in own), cut)
+            for (number, line, temperature, cut), own in zip(rows, owned, strict=True)
         ]
     except (OSError, KeyError, IndexError, ValueError, SafetensorError) as error:
         raise InputError(f"cannot read the shard {path}: {one_line(error)}") from error

@@ -104,7 +104,8 @@ def _source(
     template = ChatTemplate(tokenizer, spec.eos_ids)
     if endpoint is None:
         return prepare.Kept(template, spec.max_length), made_for
-    return prepare.Asked(endpoint, template, spec.max_length, settings, arguments.concurrency), made_for
+    length = min(spec.max_length, endpoint.max_length() or spec.max_length)
+    return prepare.Asked(endpoint, template, length, settings, arguments.concurrency), made_for
 
 
 def shown(sequence: Sequence, template: ChatTemplate, colour: bool) -> str:
