@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
     ["errors", "team"],
     ["tree", "sampling", "native", "packed", "data"],
-    ["targets.families", "grammar"],
+    ["targets.families", "targets.eager_cache", "grammar"],
     ["targets.base"],
     ["targets.eager"],
     ["targets.native"],
