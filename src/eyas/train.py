@@ -98,6 +98,7 @@ def make_batch(
         answer_T=torch.tensor(answer),
         states_TLD=states_TLD[:, columns],
         final_TD=states_TLD[:, -1],
+        best_T=torch.cat([example.best_T for example in examples]).to(states_TLD.device),
         seed=seed,
     )
 
