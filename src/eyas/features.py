@@ -17,13 +17,13 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 from tqdm import tqdm
 
 from eyas.data import Sequence, digest, pack, unpack
 from eyas.errors import InputError
+from eyas.files import save_tensors, write_text
 from eyas.targets.base import Target
 from eyas.tree import Tree
 
@@ -152,7 +152,7 @@ def store(
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=f"features ({need / 1e9:.1f} GB)") as bar:
         for i in missing:
             _write_shard(streamed, range(i * _SHARD, min((i + 1) * _SHARD, len(sequences))), folder / names[i], bar)
-    _write_text(folder / "index.json", json.dumps(header))
+    write_text(folder / "index.json", json.dumps(header))
     return Stored(folder)
 
 
@@ -165,7 +165,7 @@ def _check_header(path: Path, header: dict[str, object]) -> None:
         for key in ("target", "reads", "sequences"):
             if found.get(key) != header[key]:
                 raise InputError(f"{path.parent} holds features whose {key} are {found.get(key)}, not {header[key]}")
-    _write_text(path, json.dumps(header))
+    write_text(path, json.dumps(header))
 
 
 def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> None:
@@ -177,9 +177,7 @@ def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> N
     tensors = pack([e.sequence for e in ordered])
     tensors["states"] = torch.cat([e.states_TLD for e in ordered])
     tensors["best"] = torch.cat([e.best_T for e in ordered]).int()
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.rename(path)
+    save_tensors(path, tensors)
 
 
 def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[int]]:
@@ -195,9 +193,3 @@ def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[in
 
 def _shard_name(number: int) -> str:
     return f"states-{number:05d}.safetensors"
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
