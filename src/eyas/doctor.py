@@ -34,7 +34,6 @@ from eyas.tree import Tree
 
 DEPTH = 3  # drafted tokens in a row that are compared
 _TEXTS, _ANSWER = 5, 24  # prompts that a head is judged on, and tokens of the target's answer to each
-_BETTER = 1.25  # acceptance one layer away, against that of the layers named: from here on the ids are doubted
 
 
 def describe_target(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
@@ -180,7 +179,8 @@ def _drafts(head: Eagle | Eagle3, tokens: Sequence[int], start: int, states_TLD:
     """Draft logits at each place of an answer and the DEPTH - 1 after it, fed the answer's own tokens: [P, DEPTH, .]."""
     head = head.to(states_TLD.dtype).eval()
     state, rows = head.new_state(), []
-    head.observe(state, tokens[1:start], states_TLD[: start - 1], 1)
+    if start > 1:
+        head.observe(state, tokens[1:start], states_TLD[: start - 1], 1)
     for i in range(start, len(tokens) - DEPTH):
         head.observe(state, [tokens[i]], states_TLD[i - 1 : i], 1)
         for step in range(DEPTH):
@@ -213,21 +213,18 @@ def doubts(head: Eagle3, target: EagerTarget, texts: Sequence[tuple[list[int], i
             moved.config, moved.reads = replace(moved.config, reads=reads), reads
             shares[reads] = compare(moved, moved, target, texts)["acceptance_by_depth"][0]  # type: ignore[index]
     best = max(shares, key=shares.__getitem__)
-    return doubt(head.reads, shares[head.reads], best, shares[best])
+    places = sum(max(0, len(tokens) - DEPTH - start) for tokens, start in texts)
+    return doubt(head.reads, shares[head.reads], best, shares[best], places)
 
 
-def doubt(reads: tuple[int, ...], share: float, best: tuple[int, ...], best_share: float) -> list[Finding]:
-    """A finding where the states next to those that a head's config names serve it clearly better."""
-    if best_share <= _BETTER * share:
+def doubt(reads: tuple[int, ...], share: float, best: tuple[int, ...], best_share: float, places: int) -> list[Finding]:
+    """A finding where the states next to those that a head's files name serve it better by two standard errors."""
+    mean = (share + best_share) / 2
+    if best_share - share <= 2 * (2 * mean * (1 - mean) / max(places, 1)) ** 0.5:
         return []
-    what = (
-        f"the files name the states {list(reads)}, where {share:.0%} of first drafts are right; on {list(best)} it is "
-    )
-    return [
-        Finding(
-            SILENT, what + f"{best_share:.0%}: the layer ids seem to be off by one", f"name the states {list(best)}"
-        )
-    ]
+    what = (f"the files name the states {list(reads)}, where {share:.0%} of {places} first drafts are right; on "
+            f"{list(best)} it is {best_share:.0%}: the layer ids seem to be off by one")  # fmt: skip
+    return [Finding(SILENT, what, f"name the states {list(best)}")]
 
 
 def quality(name: str, answers: Sequence[data.Sequence] | None, limit: int) -> dict[str, object]:

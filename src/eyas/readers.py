@@ -77,7 +77,7 @@ def simulate(runtime: str, folder: Path, target: Target, at_launch: tuple[int, .
     if found.fails:
         return found
     _judge_architecture(kind, dialect, seen, found)
-    _judge_context(seen, target.spec, found)
+    _judge_positions(seen, target.spec, found)
     named = _renamed(kind, dialect, tensors, found)
     build = _eagle if kind == "eagle" else _eagle3
     head = build(dialect, seen, named, target, found)
@@ -119,11 +119,14 @@ def _judge_architecture(kind: str, dialect: Dialect, seen: Mapping[str, object],
                   f"write [{wanted!r}]")  # fmt: skip
 
 
-def _judge_context(seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
-    context = seen["max_position_embeddings"]
+def _judge_positions(seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
+    context, rope = seen["max_position_embeddings"], seen.get("rope_parameters") or seen.get("rope_scaling")
     if isinstance(context, int) and context < spec.max_length:
-        found.add(SILENT, f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens "
-                  f"the rotary table ends (garbage or a crash)", f"write {spec.max_length}")  # fmt: skip
+        what = f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens the rotary "
+        found.add(SILENT, what + "table ends (garbage, or a crash)", f"write {spec.max_length}")
+    if "rope_theta" not in seen and not (isinstance(rope, dict) and "rope_theta" in rope):
+        what = f"no rope_theta: the runtime takes 10000, and the target's is {spec.rope_theta:g}"
+        found.add(NOTE, what, "write the one that the head was trained with")
 
 
 def _renamed(kind: str, dialect: Dialect, tensors: Mapping[str, Tensor], found: Reading) -> dict[str, Tensor]:
@@ -172,8 +175,6 @@ def _block(dialect: Dialect, seen: Mapping[str, object], bias: bool, double: boo
     head_dim = int(_number(seen, "head_dim", found, shared)) if dialect.split_head_dim else shared
     rope = seen.get("rope_parameters") or seen.get("rope_scaling")
     given = {**(rope if isinstance(rope, dict) else {}), **seen}
-    if "rope_theta" not in given:
-        found.add(NOTE, "no rope_theta: the runtime takes 10000", "write the one that the head was trained with")
     return BlockConfig(
         width=width,
         attention_width=2 * width if double else width,
@@ -231,6 +232,12 @@ def _eagle3(
     if len(reads) != count:
         found.add(FAILS, f"the runtime hands out {len(reads)} states {list(reads)}, and its fc is made for {count}",
                   f"write num_aux_hidden_states {len(reads)}, and {len(reads)} layer ids")  # fmt: skip
+    if dialect.skips_fc and count * target_width == block.width:
+        found.add(
+            FAILS, "the states together are as wide as the head, and the runtime then leaves fc out", "another runtime"
+        )
+    if dialect.ties and seen.get("tie_word_embeddings"):
+        found.add(FAILS, "tie_word_embeddings is on: the runtime takes embed_tokens for lm_head", "write false")
     ids_Q, draft_size = _draft_vocabulary(dialect, seen, named, found)
     own = _keeps_rows(dialect, named, block.width, target_width, target.embedding_VD, found)
     taken = switches_taken(dialect, seen)
@@ -400,13 +407,15 @@ def differences(ours: Eagle | Eagle3, theirs: Eagle | Eagle3) -> list[Finding]:
     """What the runtime drafts with otherwise than eyas: settings that came out differently."""
     found = []
     left, right = ({**asdict(h.config), **asdict(h.config.block)} for h in (ours, theirs))
-    for key in left.keys() & right.keys() - {"block", "steps", "noise", "window", "own_embedding"}:
+    for key in left.keys() & right.keys() - _NO_DIFFERENCE:
         if left[key] != right[key]:
             found.append(Finding(SILENT, f"{_WORDS.get(key, key)}: the runtime takes {_shown(right[key])}, the head is made "
                                  f"for {_shown(left[key])}", _FIXES.get(key, "write it where the runtime looks")))  # fmt: skip
     return sorted(found, key=lambda finding: finding.what)
 
 
+# Settings of training or of decoding; and biases and rows, which the tensors' own findings tell of.
+_NO_DIFFERENCE = {"block", "steps", "noise", "window", "own_embedding", "fc_bias", "qkv_bias"}
 _WORDS = {"reads": "the states that the head reads", "norm_eps": "rms_norm_eps"}
 _FIXES = {
     "reads": "write the layer ids in the runtime's own meaning (eyas export)",
