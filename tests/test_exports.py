@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from test_cli import refused, run_json
 from test_golden import HEADS as GOLDEN_HEADS
 from test_golden import load, reproduces
-from test_import import LAYERS, hidden, logits, write
+from test_import import LAYERS, hidden, logits
 from tiny import HEADS, VOCAB, shaken_head, tiny_target, tiny_tokenizer
-from torch import Tensor
 
 from eyas import gguf_head
 from eyas.checkpoint import load_target, save_head

@@ -1,7 +1,7 @@
 """What each runtime reads of a head: one row a runtime, for writing (`exports`) and for judging (`readers`).
 
-Facts from the sources of the versions named in the rows' titles. Refuses to know files and modules. A *state* is numbered
-as in transformers' `hidden_states`: state i enters layer i, and leaves layer i - 1.
+Facts from the sources of the versions named in the rows' titles. Refuses to know files and modules. A *state* is
+numbered as in transformers' `hidden_states`: state i enters layer i, and leaves layer i - 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What another runtime would make of a head's files: its reader, simulated, as a drafter of eyas' own kind.
 
-A runtime's reader takes what it knows, falls into defaults for what is missing and mostly says nothing. Here each such step is
-followed by the row of the runtime in `dialects` and named. Refuses to know targets' weights beyond the rows that heads share.
+A runtime's reader takes what it knows, falls into defaults for what is missing and mostly says nothing. Here each such
+step is followed by the runtime's row in `dialects`, and named. Refuses to know a target's weights beyond the rows that
+heads share.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Reading:
 
 
 def simulate(runtime: str, folder: Path, target: Target, at_launch: tuple[int, ...] = ()) -> Reading:
-    """What `runtime` would load from `folder` for `target`; `at_launch` are the states that its server is told, where it
-    asks for them.
+    """What `runtime` would load from `folder` for `target`; `at_launch` are the states that its server is told,
+    where it asks for them.
 
     Raises:
         InputError: the files cannot be read at all, or are those of no head.
@@ -104,8 +105,8 @@ def _config_of(runtime: str, config: Mapping[str, object], found: Reading) -> di
         keys = ("draft_vocab_size", "target_hidden_size", AUX_IDS, "architectures", *SWITCHES)
         return {**_LLAMA_DEFAULTS, **inner, **{key: config[key] for key in keys if config.get(key) is not None}}
     if isinstance(inner, dict) and runtime != "gguf":  # llama.cpp's converter flattens
-        found.add(FAILS, f"the sizes are inside transformer_layer_config, where {DIALECTS[runtime].title} does not look",
-                  f"eyas export --to {runtime}")  # fmt: skip
+        what = f"the sizes are inside transformer_layer_config, which {DIALECTS[runtime].title} does not read"
+        found.add(FAILS, what, f"eyas export --to {runtime}")
     return {**_LLAMA_DEFAULTS, **(inner if isinstance(inner, dict) else {}), **config}
 
 
@@ -122,8 +123,8 @@ def _judge_architecture(kind: str, dialect: Dialect, seen: Mapping[str, object],
 def _judge_positions(seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
     context, rope = seen["max_position_embeddings"], seen.get("rope_parameters") or seen.get("rope_scaling")
     if isinstance(context, int) and context < spec.max_length:
-        what = f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens the rotary "
-        found.add(SILENT, what + "table ends (garbage, or a crash)", f"write {spec.max_length}")
+        what = f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens the "
+        found.add(SILENT, what + "rotary table ends (garbage, or a crash)", f"write {spec.max_length}")
     if "rope_theta" not in seen and not (isinstance(rope, dict) and "rope_theta" in rope):
         what = f"no rope_theta: the runtime takes 10000, and the target's is {spec.rope_theta:g}"
         found.add(NOTE, what, "write the one that the head was trained with")
@@ -133,7 +134,7 @@ def _renamed(kind: str, dialect: Dialect, tensors: Mapping[str, Tensor], found: 
     """The tensors by the names that eyas writes, those only that the runtime finds."""
     prefixed = [name for name in tensors if name.startswith("model.")]
     if prefixed and not dialect.strips_model:
-        found.add(FAILS, f"names begin with 'model.' ({prefixed[0]}), and {dialect.title} puts that before every name itself",
+        found.add(FAILS, f"names begin with 'model.' ({prefixed[0]}), and {dialect.title} puts that there itself",
                   "leave it out")  # fmt: skip
     layers = layer_count(name.removeprefix("model.") for name in tensors)
     named, idle = {}, []
@@ -151,8 +152,8 @@ def _renamed(kind: str, dialect: Dialect, tensors: Mapping[str, Tensor], found: 
             name = f"midlayer.{rest}" if kind == "eagle3" and layers == 1 else f"layers.{number}.{rest}"
         named[name] = tensor
     if idle:
-        found.add(SILENT, f"{', '.join(idle)}: {dialect.title} norms by {dialect.later_norm} there, and leaves that as it was "
-                  f"initialised", f"name it {dialect.later_norm}")  # fmt: skip
+        what = f"{', '.join(idle)}: {dialect.title} norms by {dialect.later_norm} there, which stays as initialised"
+        found.add(SILENT, what, f"name it {dialect.later_norm}")
     return named
 
 
@@ -208,7 +209,7 @@ def _eagle(
 def _judge_layers(dialect: Dialect, seen: Mapping[str, object], layers: int, found: Reading) -> None:
     told = seen["num_hidden_layers"]
     if dialect.believes_layers and told != layers:
-        found.add(FAILS, f"num_hidden_layers is {told} and the tensors are those of {layers}: the runtime builds {told}, and "
+        found.add(FAILS, f"num_hidden_layers is {told} and the tensors are of {layers}: the runtime builds {told}, and "
                   f"what has no tensor is left as it was initialised", f"write {layers}")  # fmt: skip
     elif layers > dialect.most_layers:
         found.add(
@@ -227,7 +228,7 @@ def _eagle3(
     target_width = int(_number(seen, "target_hidden_size", found, block.width))
     if target_width != spec.width:
         missing = "" if seen.get("target_hidden_size") else " (target_hidden_size is missing)"
-        found.add(FAILS, f"the runtime takes the target's states as {target_width} wide{missing}, and they are {spec.width}",
+        found.add(FAILS, f"it takes the target's states as {target_width} wide{missing}, and they are {spec.width}",
                   f"write target_hidden_size {spec.width}")  # fmt: skip
     if len(reads) != count:
         found.add(FAILS, f"the runtime hands out {len(reads)} states {list(reads)}, and its fc is made for {count}",
@@ -273,7 +274,7 @@ def states_taken(
         if isinstance(ids, list) and ids:
             reads = tuple(sorted({int(i) + offset for i in ids}))
             if min(reads) < 0 or max(reads) >= spec.num_layers:
-                found.add(FAILS, f"{key} {ids} names layers that the target of {spec.num_layers} layers does not hand out",
+                found.add(FAILS, f"{key} {ids} names what the target of {spec.num_layers} layers does not hand out",
                           "write those that the head was trained on, without the last layer")  # fmt: skip
             return reads, num
     usual = default_reads(spec.num_layers)
@@ -313,7 +314,7 @@ def _draft_vocabulary(
     whole = size == vocab_size
     if offsets is None:
         if not whole:
-            found.add(SILENT, f"no d2t: draft token i counts as token i, and the head drafts over {size} of {vocab_size}",
+            found.add(SILENT, f"no d2t: draft token i counts as token i, though the head has {size} of {vocab_size}",
                       "write d2t (distances)")  # fmt: skip
             return torch.arange(size), size
         return None, size
@@ -343,13 +344,13 @@ def _keeps_rows(
     rows = named.get("embed_tokens.weight")
     if rows is None:
         if width != embedding_VD.shape[1]:
-            found.add(FAILS, f"the head is {width} wide, the target's embedding {embedding_VD.shape[1]}, and the file has none",
-                      "write embed_tokens.weight")  # fmt: skip
+            what = f"the head is {width} wide, the target's rows {embedding_VD.shape[1]}, and the file has none"
+            found.add(FAILS, what, "write embed_tokens.weight")
         return False
     if width != target_width:
         return True
     if rows.shape == embedding_VD.shape and _unlike(rows.float(), embedding_VD.float()):
-        found.add(SILENT, "embed_tokens.weight is in the file and bears no likeness to the target's rows: was it ever trained?",
+        found.add(SILENT, "embed_tokens.weight bears no likeness to the target's rows: was it ever trained?",
                   "leave it out")  # fmt: skip
     return dialect.narrow_rows
 
@@ -389,15 +390,15 @@ def _fill(head: Eagle | Eagle3, dialect: Dialect, named: Mapping[str, Tensor], f
                 size = state[key].shape[-1] ** -0.5
                 state[key] = size * (2 * torch.rand(state[key].shape, generator=generator) - 1)
         elif tensor.shape != state[key].shape:
-            found.add(FAILS, f"{name} is {list(tensor.shape)}, and the runtime makes it {list(state[key].shape)} by the config",
-                      "make the config's sizes those of the tensors")  # fmt: skip
+            what = f"{name} is {list(tensor.shape)}, by the config the runtime makes it {list(state[key].shape)}"
+            found.add(FAILS, what, "make the config's sizes those of the tensors")
         else:
             state[key] = tensor.float()
     if "lm_head.weight" in missing and isinstance(head, Eagle3) and state["lm_head.weight"].shape == head.head_VD.shape:
         missing.remove("lm_head.weight")
         state["lm_head.weight"] = head.head_VD
     if missing:
-        found.add(SILENT, f"{', '.join(missing)}: not in the file, and left as initialised (norms 1, the rest at random)",
+        found.add(SILENT, f"{', '.join(missing)}: not in the file, left as initialised (norms 1, the rest at random)",
                   "write them; zeros where the head has none")  # fmt: skip
     if not found.fails:
         head.load_state_dict(state)
@@ -409,8 +410,9 @@ def differences(ours: Eagle | Eagle3, theirs: Eagle | Eagle3) -> list[Finding]:
     left, right = ({**asdict(h.config), **asdict(h.config.block)} for h in (ours, theirs))
     for key in left.keys() & right.keys() - _NO_DIFFERENCE:
         if left[key] != right[key]:
-            found.append(Finding(SILENT, f"{_WORDS.get(key, key)}: the runtime takes {_shown(right[key])}, the head is made "
-                                 f"for {_shown(left[key])}", _FIXES.get(key, "write it where the runtime looks")))  # fmt: skip
+            what = f"{_WORDS.get(key, key)}: the runtime takes {_shown(right[key])}, the head is made for "
+            fix = _FIXES.get(key, "write it where the runtime looks")
+            found.append(Finding(SILENT, what + str(_shown(left[key])), fix))
     return sorted(found, key=lambda finding: finding.what)
 
 
