@@ -47,8 +47,8 @@ def main() -> None:
 
 
 def name_layers(folder: str, leaving: list[int]) -> None:
-    """Write the layers that a head's states leave into its IR. GenAI would take 2, N/2 and N-3 else, where EAGLE-3 heads
-    are trained on the states that *enter* those."""
+    """Write the layers that a head's states leave into its IR. GenAI would take 2, N/2 and N-3 else, where EAGLE-3
+    heads are trained on the states that *enter* those."""
     path = Path(folder) / "openvino_model.xml"
     model = ov.Core().read_model(path)
     model.set_rt_info(leaving, ["hidden_layers_list"])

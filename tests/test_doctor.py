@@ -269,3 +269,20 @@ def test_a_reading_is_that_of_the_files(target: EagerTarget, tmp_path: Path) -> 
     assert differences(head, reading.head) == []
     for key, tensor in head.state_dict().items():
         assert torch.equal(reading.head.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize("runtime", ["sglang", "speculators", "gguf"])
+def test_configs_of_any_kind_end_in_findings(target: EagerTarget, tmp_path: Path, runtime: str) -> None:
+    """Whatever stands in a config, the simulation ends; sizes alone never take memory."""
+    written = "vllm" if runtime == "gguf" else runtime
+    export(made(target), written, target.spec, tmp_path, torch.float32, EXTRA)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    inner = whole.get("transformer_layer_config", {})
+    places = [(whole, key) for key in whole] + [(inner, key) for key in inner] + [(whole.get(NESTED, {}), AUX_IDS)]
+    for place, key in places:
+        kept = place.get(key)
+        for value in (None, "x", [], -1, 10**14, ["a"]):
+            place[key] = value
+            (tmp_path / "config.json").write_text(json.dumps(whole))
+            simulate(runtime, tmp_path, target)
+        place[key] = kept

@@ -33,6 +33,7 @@ from eyas.targets.eager import EagerTarget
 from eyas.tree import Tree
 
 DEPTH = 3  # drafted tokens in a row that are compared
+_ROUNDING = 1e-3  # of a draft logit in float32: what differs by more was computed otherwise
 _TEXTS, _ANSWER = 5, 24  # prompts that a head is judged on, and tokens of the target's answer to each
 
 
@@ -127,8 +128,9 @@ def diagnose(name: str, runtime: str, target: EagerTarget, tokenizer: PreTrained
     if theirs is not None:
         found.findings += readers.differences(ours, theirs)
         record = compare(readers.without_window(ours), theirs, target, texts)
+        differs = record["largest_difference"] is None or float(str(record["largest_difference"])) > _ROUNDING
         silent = any(finding.effect == SILENT for finding in found.findings)
-        if record["largest_difference"] != 0 and not silent:
+        if differs and not silent:
             found.add(SILENT, "the draft logits differ, for no reason that eyas knows", "report it, with the folder")
     if isinstance(ours, Eagle3) and "eyas_reads" not in file.config:
         found.findings += doubts(ours, target, texts)

@@ -81,7 +81,8 @@ def simulate(runtime: str, folder: Path, target: Target, at_launch: tuple[int, .
     _judge_positions(seen, target.spec, found)
     named = _renamed(kind, dialect, tensors, found)
     build = _eagle if kind == "eagle" else _eagle3
-    head = build(dialect, seen, named, target, found)
+    with torch.device("meta"):  # sizes alone: a config may ask for any
+        head = build(dialect, seen, named, target, found)
     if isinstance(head, Eagle3) and dialect.ids_at_launch and len(at_launch) == len(head.reads):
         head.config, head.reads = replace(head.config, reads=at_launch), at_launch
     if head is not None and not found.fails:
@@ -230,6 +231,8 @@ def _eagle3(
         missing = "" if seen.get("target_hidden_size") else " (target_hidden_size is missing)"
         found.add(FAILS, f"it takes the target's states as {target_width} wide{missing}, and they are {spec.width}",
                   f"write target_hidden_size {spec.width}")  # fmt: skip
+    if spec.family not in dialect.families:
+        found.add(FAILS, f"it does not hand out the inner states of {spec.family} targets", "another runtime")
     if len(reads) != count:
         found.add(FAILS, f"the runtime hands out {len(reads)} states {list(reads)}, and its fc is made for {count}",
                   f"write num_aux_hidden_states {len(reads)}, and {len(reads)} layer ids")  # fmt: skip
@@ -271,13 +274,13 @@ def states_taken(
     num = num if dialect.states[0] != dialect.states[1] else dialect.states[0]
     for key, offset in dialect.ids:
         ids = inner if key == NESTED_IDS else seen.get(AUX_IDS)
-        if isinstance(ids, list) and ids:
-            reads = tuple(sorted({int(i) + offset for i in ids}))
+        if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
+            reads = tuple(sorted({i + offset for i in ids}))
             if min(reads) < 0 or max(reads) >= spec.num_layers:
                 found.add(FAILS, f"{key} {ids} names what the target of {spec.num_layers} layers does not hand out",
                           "write those that the head was trained on, without the last layer")  # fmt: skip
             return reads, num
-    usual = default_reads(spec.num_layers)
+    usual = default_reads(max(3, spec.num_layers))
     if dialect.ids:
         wanted = " or ".join(key for key, _ in dialect.ids)
         found.add(NOTE, f"no layer ids where the runtime looks ({wanted}): it falls into the states {list(usual)}",
@@ -308,7 +311,8 @@ def _draft_vocabulary(
         what = "is null: the target's output rows are used" if "draft_vocab_size" in seen else "is missing"
         found.add(FAILS, f"draft_vocab_size {what}", "write the number of rows of lm_head")
     size = int(_number(seen, "draft_vocab_size", found, vocab_size))
-    if told is None and size != len(named.get("lm_head.weight", ())):
+    rows = named.get("lm_head.weight")
+    if told is None and rows is not None and [size] != list(rows.shape[:1]):
         found.add(FAILS, f"draft_vocab_size is missing and taken as {size}, lm_head has other rows", "write it")
     offsets = named.get("d2t")
     whole = size == vocab_size
@@ -316,15 +320,15 @@ def _draft_vocabulary(
         if not whole:
             found.add(SILENT, f"no d2t: draft token i counts as token i, though the head has {size} of {vocab_size}",
                       "write d2t (distances)")  # fmt: skip
-            return torch.arange(size), size
+            return torch.arange(size, device="cpu"), size
         return None, size
     if whole and dialect.refuses_unknown and not dialect.permuted_vocabulary:
         found.add(FAILS, "d2t is in the file though the vocabularies are of one size, and has no place", "leave it out")
         return None, size
-    if len(offsets) != size:
-        found.add(FAILS, f"d2t has {len(offsets)} entries and draft_vocab_size is {size}", "write them alike")
+    if offsets.shape != (size,):
+        found.add(FAILS, f"d2t has shape {list(offsets.shape)} and draft_vocab_size is {size}", "write them alike")
         return None, size
-    ids_Q = torch.arange(size) + offsets.long()
+    ids_Q = torch.arange(size, device="cpu") + offsets.long()
     if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= vocab_size or len(ids_Q.unique()) != size:
         absolute = " It seems to hold tokens, not distances" if len(offsets.unique()) == size else ""
         found.add(FAILS, f"d2t names tokens outside 0 to {vocab_size - 1} or one token twice.{absolute}",
@@ -357,7 +361,7 @@ def _keeps_rows(
 
 def _unlike(rows_VD: Tensor, target_VD: Tensor) -> bool:
     """Do rows point elsewhere than the target's? Random ones have a cosine near 0."""
-    sample = torch.linspace(0, len(rows_VD) - 1, min(512, len(rows_VD))).long()
+    sample = torch.linspace(0, len(rows_VD) - 1, min(512, len(rows_VD)), device="cpu").long()
     return float(torch.cosine_similarity(rows_VD[sample], target_VD[sample], dim=-1).mean()) < 0.5
 
 
@@ -380,28 +384,34 @@ def _fill(head: Eagle | Eagle3, dialect: Dialect, named: Mapping[str, Tensor], f
         found.add(FAILS, f"{', '.join(idle)}: the runtime has no place for them", "leave them out, or another runtime")
     elif idle:
         found.add(SILENT, f"{', '.join(idle)}: the runtime passes them over", "another runtime, or a head without them")
-    state, missing = head.state_dict(), []
-    generator = torch.Generator().manual_seed(0)
+    state: dict[str, Tensor] = {}
+    made, missing = head.state_dict(), []
     for name, key in own.items():
         tensor = named.get(name)
         if tensor is None:
             missing.append(name)
-            if state[key].dim() > 1 or name.endswith("bias"):
-                size = state[key].shape[-1] ** -0.5
-                state[key] = size * (2 * torch.rand(state[key].shape, generator=generator) - 1)
-        elif tensor.shape != state[key].shape:
-            what = f"{name} is {list(tensor.shape)}, by the config the runtime makes it {list(state[key].shape)}"
+        elif tensor.shape != made[key].shape:
+            what = f"{name} is {list(tensor.shape)}, by the config the runtime makes it {list(made[key].shape)}"
             found.add(FAILS, what, "make the config's sizes those of the tensors")
         else:
-            state[key] = tensor.float()
-    if "lm_head.weight" in missing and isinstance(head, Eagle3) and state["lm_head.weight"].shape == head.head_VD.shape:
+            state[key] = tensor.float().clone()  # in memory of its own, like any parameter
+    if "lm_head.weight" in missing and isinstance(head, Eagle3) and made["lm_head.weight"].shape == head.head_VD.shape:
         missing.remove("lm_head.weight")
-        state["lm_head.weight"] = head.head_VD
+        state["lm_head.weight"] = head.head_VD  # shared
     if missing:
         found.add(SILENT, f"{', '.join(missing)}: not in the file, left as initialised (norms 1, the rest at random)",
                   "write them; zeros where the head has none")  # fmt: skip
     if not found.fails:
-        head.load_state_dict(state)
+        head.load_state_dict(
+            state | {own[name]: _initialised(name, made[own[name]].shape) for name in missing}, assign=True
+        )
+
+
+def _initialised(name: str, shape: torch.Size) -> Tensor:
+    """A parameter as torch makes it, roughly: norms at one, the rest uniform within 1 / sqrt(width)."""
+    if len(shape) == 1 and not name.endswith("bias"):
+        return torch.ones(shape)
+    return (2 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1) * shape[-1] ** -0.5
 
 
 def differences(ours: Eagle | Eagle3, theirs: Eagle | Eagle3) -> list[Finding]:
