@@ -163,7 +163,7 @@ def by_llama(
         counts = dict(re.findall(r"(n_drafted|n_accept|n_predict)\s*=\s*(\d+)", run.stderr))
         accepted += int(counts["n_accept"])
         rounds += int(counts["n_predict"]) - int(counts["n_accept"])
-    # the last round goes past the budget by what it accepts, so answers are compared as far as the shorter one goes
+    # the last round goes past the budget: answers are compared as far as the shorter one goes
     pairs = [(a[: min(len(a), len(b))], b[: min(len(a), len(b))]) for a, b in zip(*found.values(), strict=True)]
     plain, drafted = (list(part) for part in zip(*pairs, strict=True))
     return {"plain": plain, "drafted": drafted, "accepted": accepted, "rounds": rounds, "version": "llama.cpp"}
