@@ -458,7 +458,7 @@ def target_gguf(name: str) -> Path:
         return _demo_gguf()
     if Path(name).suffix == ".gguf" and os.path.isfile(name):
         return Path(name)
-    raise InputError(f"a head for llama.cpp carries the vocabulary of its target's GGUF file: give that file as --target, "
+    raise InputError(f"a head for llama.cpp holds the vocabulary of its target's GGUF file: give that as --target, "
                      f"not {name!r}")  # fmt: skip
 
 
