@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ class Round:
     draft_ms: float
     verify_ms: float
     other_ms: float
+    level_ms: tuple[float, ...] = ()  # of draft_ms, by level; the first one absorbs verified tokens too
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ class _Sequence(Generic[CacheT, StateT]):
         self._tokens = list(request.prompt)
         self._num_pairs = 0  # that the drafter has observed
         self._draft_ms = 0.0
+        self._level_ms: tuple[float, ...] = ()
 
     def read_prompt(self, memory: Memory[CacheT, StateT] | None) -> Round:
         """The prompt's own forward, which yields the first token."""
@@ -182,12 +185,14 @@ class _Sequence(Generic[CacheT, StateT]):
         drafter, policy, clock = self._engine.drafter, self._engine.policy, _Clock()
         if drafter is None or self._state is None:
             return Tree.chain(self._tokens[-1:])
+        marks = [time.perf_counter()]
         candidates = drafter.observe(self._state, self._followers, self._hidden_TLD, policy.width)
         self._num_pairs += len(self._followers)
         budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
         root, position = self._tokens[-1], len(self._tokens)
-        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position)
+        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, marks)
         self._draft_ms = clock.lap()
+        self._level_ms = tuple((end - begin) * 1e3 for begin, end in pairwise(marks))
         return tree
 
     def take(self, tree: Tree, verified: Verified, verify_ms: float) -> Round:
@@ -198,7 +203,8 @@ class _Sequence(Generic[CacheT, StateT]):
         self._hidden_TLD, self._followers = verified.hidden_NLD[step.path], step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
         tree = tree if self._engine.with_logits else tree.without_laws()
-        return self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
+        round_ = self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
+        return replace(round_, level_ms=self._level_ms)
 
     def leave(self, memory: Memory[CacheT, StateT] | None) -> None:
         """Keep what a next turn can go on from."""

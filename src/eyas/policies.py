@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -239,12 +240,13 @@ def grow(
     max_levels: int,
     sampling: Sampling | None = None,
     position: int = 0,
+    marks: list[float] | None = None,
 ) -> Tree:
     """A tree below the token `root`: expand level by level, then prune (rerank).
 
     `first` are the candidates that `observe` returned for the root's children; `max_levels` clips the policy to what
     the token budget and the context still allow. `sampling` and `position`, that of the root's children, are what a
-    `Sampled` tree is drawn with.
+    `Sampled` tree is drawn with. `marks` gets the time (`time.perf_counter`) at which each level stood.
     """
     tokens, parents, scores = [root], [-1], [0.0]
     paths: list[RankPath] = [()]  # kept up only for policies that go by rank
@@ -277,6 +279,8 @@ def grow(
             parents += [node] * len(below)
             rows += [next_row + k] * len(below)
         next_row += len(frontier)
+        if marks is not None:
+            marks.append(time.perf_counter())
         if number == levels:
             break
         chosen = policy.expands(Level(scores[begin:], paths[begin:]))
