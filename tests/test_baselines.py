@@ -126,6 +126,16 @@ def test_lookup_finds_what_a_scan_of_the_text_finds() -> None:
         assert [token for token, _ in one] == expected[:1]
 
 
+def test_the_best_are_the_first_of_any_more() -> None:
+    """Also where a shorter match has a better one than the last of a longer match: a replay counts on it."""
+    crowded = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, 2, 8, 2, 8, 2, 8, 2, 8, 2, 8, 2, 8, 2, 8, 9, 1, 2]
+    random = torch.randint(0, 5, (80,), generator=torch.Generator().manual_seed(2)).tolist()
+    for text in (crowded, *(random[:end] for end in range(2, len(random)))):
+        every = listed(after(text, 99)[1])[0]
+        for width in range(1, 7):
+            assert listed(after(text, width)[1])[0] == every[:width]
+
+
 SHAPES = [
     (Chain(4), (2, 4, 1, 2, 4), (-1, 0, 1, 2, 3)),
     (eyas.Static(((0,), (1,), (3,), (0, 0), (1, 0), (1, 1), (3, 0))), (2, 4, 3, 1, 1), (-1, 0, 0, 1, 2)),

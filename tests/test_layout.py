@@ -19,7 +19,7 @@ FLOORS = [
     ["policies", "verify", "formats"],
     ["checkpoint", "generate", "data"],
     ["measure", "features"],
-    ["model", "train"],
+    ["model", "train", "replay"],
     ["bench"],
     ["doctor"],
     ["commands.common"],

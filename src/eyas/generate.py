@@ -172,7 +172,7 @@ class _Sequence(Generic[CacheT, StateT]):
         """The prompt's own forward, which yields the first token."""
         target, clock = self._engine.target, _Clock()
         start = self._begin(memory)
-        verified = _read(target, self.cache, self._tokens[start:], self._engine.reads)
+        verified = read(target, self.cache, self._tokens[start:], self._engine.reads)
         verify_ms = clock.lap()
         self._hidden_TLD = verified.hidden_NLD
         step = walk(Tree.chain(self._tokens[-1:]), verified.logits_NV, self._sampling, self._prefix, self._stop)
@@ -250,7 +250,7 @@ def generate_plain(
     """
     tokens, stop = list(prompt), _within_context(target, prompt, stop)
     cache, clock = target.new_cache(), _Clock()
-    verified = _read(target, cache, tokens, reads=())
+    verified = read(target, cache, tokens, reads=())
     tree = None
     while True:
         verify_ms = clock.lap()
@@ -267,7 +267,7 @@ def generate_plain(
         target.keep(cache, [0])
 
 
-def _read(target: Target[CacheT], cache: CacheT, tokens: list[int], reads: Sequence[int]) -> Verified:
+def read(target: Target[CacheT], cache: CacheT, tokens: list[int], reads: Sequence[int]) -> Verified:
     """A prompt, in pieces: no pass has more rows than `PREFILL_ROWS`, however long the prompt."""
     pieces: list[Verified] = []
     for first in range(0, len(tokens), PREFILL_ROWS):

@@ -16,14 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from eyas.drafters.base import Candidates, Drafter
+from eyas.drafters.base import Candidates
 from eyas.errors import InputError, one_line
 from eyas.sampling import Sampling
 from eyas.tree import DraftLaw, Tree, best_nodes
 
 StateT = TypeVar("StateT")
+StateT_contra = TypeVar("StateT_contra", contravariant=True)
 RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
 _ALL = (1 << 31) - 1  # a width that no draft vocabulary reaches: drafters give what they have
 _MOST_NODES = 1024  # of a sampled tree, whose size is a power of its levels
@@ -231,9 +232,15 @@ class Sampled(Policy):
     keyed = False
 
 
+class Expands(Protocol[StateT_contra]):
+    """What `grow` asks of a drafter (`Drafter.expand`)."""
+
+    def expand(self, state: StateT_contra, rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates: ...
+
+
 def grow(
     policy: Policy,
-    drafter: Drafter[StateT],
+    drafter: Expands[StateT],
     state: StateT,
     root: int,
     first: Candidates,
