@@ -8,8 +8,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
     ["errors"],
-    ["tree", "sampling", "native", "packed"],
-    ["targets.families", "grammar"],
+    ["tree", "sampling", "native", "packed", "prompts"],
+    ["targets.families", "grammar", "machine"],
     ["targets.base"],
     ["targets.eager"],
     ["targets.native"],
@@ -21,7 +21,7 @@ FLOORS = [
     ["measure", "features"],
     ["model", "train", "replay"],
     ["bench"],
-    ["doctor"],
+    ["doctor", "results"],
     ["commands.common"],
     ["commands.bench", "commands.demo", "commands.generate", "commands.inspect", "commands.train"],
     ["cli"],

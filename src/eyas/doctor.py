@@ -11,13 +11,13 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eyas import data
-from eyas.bench import read_workload
 from eyas.checkpoint import LOOKUP, SMALL, head_folder, load_small_target, target_fingerprint
 from eyas.drafters.lookup import LONGEST, Lookup
 from eyas.drafters.small_model import SmallModel
 from eyas.formats import layer_count, read_head, switches
 from eyas.measure import perplexity
 from eyas.model import Model, attach_head, load
+from eyas.prompts import read_workload
 from eyas.targets.eager import EagerTarget
 
 
