@@ -18,12 +18,12 @@ FLOORS = [
     ["drafters.native"],
     ["policies", "verify", "formats"],
     ["checkpoint", "generate", "data"],
-    ["measure", "features"],
+    ["measure", "features", "expect"],
     ["model", "train", "replay"],
     ["bench"],
     ["doctor", "results"],
     ["commands.common"],
-    ["commands.bench", "commands.demo", "commands.generate", "commands.inspect", "commands.train"],
+    ["commands.bench", "commands.demo", "commands.expect", "commands.generate", "commands.inspect", "commands.train"],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
