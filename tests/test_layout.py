@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
-    ["errors"],
+    ["errors", "charts"],
     ["tree", "sampling", "native", "packed", "prompts"],
     ["targets.families", "grammar", "machine"],
     ["targets.base"],
@@ -21,9 +21,9 @@ FLOORS = [
     ["measure", "features", "expect"],
     ["model", "train", "replay"],
     ["bench"],
-    ["doctor", "results"],
+    ["doctor", "report", "results"],
     ["commands.common"],
-    ["commands.bench", "commands.demo", "commands.expect", "commands.generate", "commands.inspect", "commands.train"],
+    [f"commands.{name}" for name in ("bench", "demo", "expect", "generate", "inspect", "report", "train")],
     ["cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

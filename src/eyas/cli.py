@@ -16,11 +16,11 @@ from typing import NoReturn
 import transformers
 
 from eyas import native
-from eyas.commands import bench, demo, expect, generate, inspect, train
+from eyas.commands import bench, demo, expect, generate, inspect, report, train
 from eyas.commands.common import EXIT_FAILED
 from eyas.errors import InputError, one_line
 
-COMMANDS = (demo, generate, bench, expect, inspect, train)
+COMMANDS = (demo, generate, bench, report, expect, inspect, train)
 EXIT_INPUT, EXIT_INTERRUPTED = 2, 130
 
 

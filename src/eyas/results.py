@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,11 +124,6 @@ class Kept:
         if self._path is None:
             return
         lines = [json.dumps({"key": key, "row": asdict(row)}, allow_nan=False) for key, row in self._rows.items()]
-        handle, temporary = tempfile.mkstemp(prefix=f".{self._path.name}.", dir=self._path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write("".join(line + "\n" for line in lines))
-            os.replace(temporary, self._path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        whole = self._path.with_name(f".{self._path.name}.tmp")
+        whole.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        whole.replace(self._path)

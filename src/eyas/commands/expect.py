@@ -96,8 +96,8 @@ def _table(found: Sequence[Expectation], alpha: float | None = None) -> str:
 
 def _lesson(e: Example) -> str:
     return (
-        f"At a = {e.alpha:g} a chain reaches depth 2 with {e.chain_reaches_depth_2:.2f}. {e.width} independent\n"
-        f"candidates lift one level's chance to 1 - (1-a)^{e.width} = {e.one_level:.3f}: a path widened at depth 2 only is\n"
-        f"reached with {e.widened_at_depth_2:.2f}, widened at both with {e.widened_at_both:.2f}. Candidates of one\n"
+        f"At a = {e.alpha:g} a chain reaches depth 2 with {e.chain_reaches_depth_2:.2f}. With {e.width} independent "
+        f"candidates one level holds with\n1 - (1-a)^{e.width} = {e.one_level:.3f}: a path widened at depth 2 only is "
+        f"reached with {e.widened_at_depth_2:.2f}, widened at both with {e.widened_at_both:.2f}.\nCandidates of one "
         f"distribution exclude each other: what counts is the sum of their shares (--alpha 0.7,0.1,0.05)."
     )
