@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
-from tiny import tiny_target
+from tiny import VOCAB, tiny_target
 
-from eyas.generate import Round, generate_plain
+from eyas.drafters.base import Candidates, Drafter
+from eyas.generate import Round, generate, generate_plain
 from eyas.measure import (
     ROUNDING,
     Answer,
@@ -28,6 +31,7 @@ from eyas.measure import (
     tau,
     timed,
 )
+from eyas.policies import Chain
 from eyas.sampling import Prefix, Sampling
 from eyas.tree import Tree
 from eyas.verify import Stop
@@ -90,6 +94,56 @@ def test_tau_leaves_the_prompt_out() -> None:
     assert tau([Answer([first, three, one], 1.0)]) == 2.0
     assert tau([Answer([first], 1.0)]) is None
     assert tau([Answer([first, three], 1.0), Answer([first, one], 1.0)]) == 2.0
+
+
+@dataclass
+class Scripted(Drafter[list[int]]):
+    """Knows the whole text, and names the right token at some places of the answer, a wrong one at all others."""
+
+    text: list[int]
+    right: set[int]
+    kind = "eagle"
+    reads = ()
+
+    def new_state(self, first: int | None = None) -> list[int]:
+        """The place in the text of the token that each row of the round guesses; the first row's is kept up."""
+        return [1]
+
+    def observe(self, state: list[int], tokens: Sequence[int], hidden_TLD: torch.Tensor, width: int) -> Candidates:
+        state[:] = [state[0] + len(tokens)]
+        return self._named(state)
+
+    def expand(self, state: list[int], rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates:
+        new = [state[row] + 1 for row in rows]
+        state += new
+        return self._named(new)
+
+    def _named(self, places: list[int]) -> Candidates:
+        tokens = [self.text[at] if at - len(PROMPT) in self.right else (self.text[at] + 1) % VOCAB for at in places]
+        return Candidates(torch.tensor(tokens)[:, None], torch.full((len(places), 1), -0.5))
+
+    def rewind(self, state: list[int], length: int) -> None:
+        raise NotImplementedError
+
+    def can_propose(self, token: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tau_of_a_scripted_drafter(temperature: float) -> None:
+    """Chains of three, twelve tokens. Token 0 is the prompt's. From 0: 1 and 2 hold, 3 does not: 1 2 3 come. From 3: 4.
+    From 4: all three hold: 5 6 7 8. From 8, where the budget leaves two levels: 9 holds: 9 10. From 10, no level: 11.
+    """
+    target, sampling, stop = tiny_target(), Sampling(temperature, seed=5), Stop(12)
+    plain = timed(generate_plain(target, PROMPT, sampling, stop)).tokens
+    drafter = Scripted([*PROMPT, *plain], {1, 2, 5, 6, 7, 9})
+    answer = timed(generate(target, drafter, Chain(3), PROMPT, sampling, stop))
+    assert answer.tokens == plain
+    assert [len(round_.tokens) for round_ in answer.rounds] == [1, 3, 1, 4, 2, 1]
+    assert tau([answer]) == 11 / 5
+    assert alpha_by_depth([answer]) == n_alpha([answer]) == [3 / 4, 2 / 3, 1 / 2]
+    assert acceptance_by_depth([answer]) == [3 / 5, 2 / 5, 1 / 5]
+    assert [len(round_.level_ms) for round_ in answer.rounds] == [0, 3, 3, 3, 2, 0]
 
 
 # -- figures of three rounds, worked out by hand -----------------------------------------------------------------------

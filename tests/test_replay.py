@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,19 +16,14 @@ from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError
 from eyas.generate import Request, generate, generate_plain
 from eyas.measure import Answer, alpha_by_depth, tau, timed
-from eyas.policies import Dynamic, Sampled, Static, parse_policy
-from eyas.replay import Guesses, NotInTrace, Trace, replay, trace
+from eyas.policies import Chain, Dynamic, Level, Sampled, Static, parse_policy
+from eyas.replay import Guesses, NotInTrace, Trace, _Union, replay, trace
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.train import new_head
 from eyas.verify import Stop
 
 PROMPT = [1, 8, 4, 4, 30]
-EAGLE1 = parse_policy("static")
-assert isinstance(EAGLE1, Static)
-# ranks 0 to 2 on five levels, 0 and 1 on six, and EAGLE-1's tree: all of the trees below lie inside
-RANKS = {path for n, b in ((5, 3), (6, 2)) for d in range(1, n + 1) for path in itertools.product(range(b), repeat=d)}
-WIDE = Static(tuple(sorted(RANKS | set(EAGLE1.paths))))
 TREES = ["chain:1", "chain:5", "static", "dynamic:levels=4,top_k=3,nodes=7", "dynamic:levels=6,top_k=2,nodes=99"]
 
 
@@ -56,13 +51,13 @@ def shape(answer: Answer) -> list[tuple]:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "lookup", "small"])
 def test_a_replay_is_the_live_run(target: EagerTarget, kind: str) -> None:
     drafter = drafters(target)[kind]
-    plain = timed(generate_plain(target, PROMPT, Sampling(), Stop(40)))
-    stops = [Stop(25), Stop(40, eos_ids=(plain.tokens[23],))]  # a budget, and an end inside of paths
     taus = set()
-    for temperature, stop in itertools.product((0.0, 0.8), stops):
+    for temperature, ends in ((0.0, False), (0.8, True)):
+        plain = timed(generate_plain(target, PROMPT, Sampling(temperature, seed=3), Stop(36)))
+        stop = Stop(36, eos_ids=(plain.tokens[23],)) if ends else Stop(25)  # both fall inside of paths
         request = Request(PROMPT, Sampling(temperature, seed=3), stop)
         answer = timed(generate_plain(target, PROMPT, request.sampling, stop))
-        recorded = trace(target, drafter, request, answer, WIDE)
+        recorded = trace(target, drafter, request, answer, [parse_policy(tree) for tree in TREES])
         for tree in TREES:
             policy = parse_policy(tree)
             live = timed(generate(target, drafter, policy, PROMPT, request.sampling, stop))
@@ -84,8 +79,9 @@ def test_a_replay_on_the_native_core_has_the_very_scores(dtype: str, folder) -> 
     ids = model.encode("hello")
     request = Request(ids, Sampling(0.7, seed=1), Stop(40))
     answer = timed(generate_plain(model.target, ids, request.sampling, request.stop))
-    recorded = trace(model.target, model.drafter, request, answer, Dynamic(5, 16, 10_000))
-    for tree in ("chain:4", "dynamic:levels=4,top_k=3,nodes=8"):
+    trees = ("chain:4", "dynamic:levels=4,top_k=3,nodes=8", "dynamic:levels=5,top_k=10,nodes=30")
+    recorded = trace(model.target, model.drafter, request, answer, [parse_policy(tree) for tree in trees])
+    for tree in trees:
         live = timed(replace(model, policy=parse_policy(tree)).rounds(ids, request.sampling, request.stop))
         again = replay(recorded, parse_policy(tree))
         assert shape(again) == shape(live)
@@ -113,9 +109,31 @@ def test_what_a_trace_does_not_contain_is_said(target: EagerTarget) -> None:
     drafter = drafters(target)["eagle"]
     request = Request(PROMPT, Sampling(), Stop(20))
     answer = timed(generate_plain(target, PROMPT, Sampling(), Stop(20)))
-    recorded = trace(target, drafter, request, answer, Dynamic(3, 2, 10_000))
+    recorded = trace(target, drafter, request, answer, [Dynamic(3, 2, 10)])
+    assert tau([replay(recorded, Dynamic(3, 2, 4))]) is not None, "the same tree with fewer nodes is contained"
     for tree in ("chain:4", "dynamic:levels=2,top_k=3,nodes=4", "static"):
         with pytest.raises(NotInTrace, match="asks for"):
             replay(recorded, parse_policy(tree))
     with pytest.raises(InputError, match="drawn anew"):
         replay(recorded, Sampled())
+    with pytest.raises(InputError, match="drawn anew"):
+        trace(target, drafter, request, answer, [Chain(2), Sampled()])
+
+
+def test_a_wide_tree_need_not_contain_a_narrow_one() -> None:
+    """Level 1: .40 .30 .29. Below the first .39 and crumbs, below the second .10 twice, below the third .15 twice: the
+    best two of two parents are .39 and .10, the best three of three .39 .15 .15."""
+    first = Level([math.log(p) for p in (0.40, 0.30, 0.29)], [(0,), (1,), (2,)])
+    values = {(0, 0): 0.39, (0, 1): 0.005, (0, 2): 0.005, (1, 0): 0.10, (1, 1): 0.10, (1, 2): 0.10, (2, 0): 0.15,
+              (2, 1): 0.14, (2, 2): 0.0}  # fmt: skip
+    second = Level([math.log(p + 1e-9) for p in values.values()], list(values))
+    for policies, expected in (
+        ([Dynamic(3, 3, 9)], [(0, 0), (2, 0), (2, 1)]),
+        ([Dynamic(3, 2, 9)], [(0, 0), (1, 0)]),
+        ([Dynamic(3, 3, 9), Dynamic(3, 2, 9), Chain(2)], [(0, 0), (1, 0), (2, 0), (2, 1)]),
+        ([Static(((0,), (2,), (2, 2), (2, 2, 1)))], [(2, 2)]),
+        ([Chain(3)], [(0, 0)]),
+    ):
+        union = _Union(policies)
+        union.expands(first)
+        assert [second.paths[i] for i in union.expands(second)] == expected

@@ -1,9 +1,10 @@
 """What other trees would have made of an answer, from one recording of the drafter's guesses.
 
 At temperature 0, and above it with keyed noise, the target's text is the same whatever the tree; what a drafter guesses
-depends on the verified text alone. So a trace holds the guesses at every place of the answer, wide and deep, and a
-replay grows any smaller tree from them by the very code that decoding grows it with, follows the text, and goes on
-where that round ends: the rounds are those of a live run. A trace needs one pass of the target over the text.
+depends on the verified text alone. So a trace holds the guesses at every place of the answer, all that some trees ask
+for; a replay grows a tree from them by the very code that decoding grows it with, follows the text, and goes on where
+that round ends: the rounds are those of a live run. A trace needs one pass of the target over the text, and no tree is
+pruned in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError
 from eyas.generate import Request, Round, read
 from eyas.measure import Answer
-from eyas.policies import Policy, grow
+from eyas.policies import Level, Policy, RankPath, grow
 from eyas.targets.base import Target
 from eyas.tree import Tree
 from eyas.verify import FinishReason
@@ -106,24 +107,71 @@ class _Recalled:
         return self.guesses.candidates(self.rows.deeper(rows, tokens), width)
 
 
-def trace(target: Target[CacheT], drafter: Drafter[StateT], request: Request, answer: Answer, policy: Policy) -> Trace:
-    """The guesses at every place of an answer that the target gave to `request`, under any tree or none.
+class _Union(Policy):
+    """Expands what any of several policies would; one object serves one round.
 
-    `policy` says how wide and deep, and should be larger than all trees that are to be replayed: `Dynamic(8, 10)`
-    expands ten nodes on each of eight levels, however many `nodes` it keeps.
+    A wider dynamic tree need not contain a narrower one: a node among the best of the narrow one's few may be none of
+    the best among the wide one's many. So each policy keeps its own frontier, and sees its own candidates only.
     """
+
+    by_rank = True
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self._policies = policies
+        self._frontiers: list[list[RankPath]] = [[()] for _ in policies]
+        self._number = 0
+
+    @property
+    def levels(self) -> int:
+        return max(policy.levels for policy in self._policies)
+
+    @property
+    def width(self) -> int:
+        return max(policy.width for policy in self._policies)
+
+    def expands(self, level: Level) -> list[int]:
+        self._number += 1
+        place = {path: i for i, path in enumerate(level.paths)}
+        below: dict[RankPath, list[RankPath]] = {}
+        for path in level.paths:
+            below.setdefault(path[:-1], []).append(path)
+        for m, policy in enumerate(self._policies):
+            grown = [path for parent in self._frontiers[m] for path in below.get(parent, ())]
+            own = [path for path in grown if path[-1] < policy.width and policy.records(path)]
+            last = self._number >= policy.levels
+            chosen = [] if last else policy.expands(Level([level.scores[place[path]] for path in own], own))
+            self._frontiers[m] = [own[i] for i in chosen]
+        return sorted({place[path] for frontier in self._frontiers for path in frontier})
+
+
+def trace(
+    target: Target[CacheT],
+    drafter: Drafter[StateT],
+    request: Request,
+    answer: Answer,
+    policies: Sequence[Policy],
+) -> Trace:
+    """What the drafter guesses at every place of an answer that the target gave to `request`, under any tree or none.
+
+    The trace contains the trees of `policies`, and others that happen to lie inside of them.
+
+    Raises:
+        InputError: one of them draws its trees at random.
+    """
+    for policy in policies:
+        _check(policy)
     text, tokens = [*request.prompt, *answer.tokens], answer.tokens
     hidden_TLD = read(target, target.new_cache(), text[:-1], drafter.reads).hidden_NLD
     budget = min(request.stop.max_new_tokens, target.spec.max_length - len(request.prompt))
     found = Trace(tokens, answer.rounds[-1].finish_reason, budget, [])
     state, seen = drafter.new_state(text[0]), 1
     for place in range(len(tokens) - 1):
-        end = len(request.prompt) + place + 1
-        first = drafter.observe(state, text[seen:end], hidden_TLD[seen - 1 : end - 1], policy.width)
+        end, union = len(request.prompt) + place + 1, _Union(policies)
+        first = drafter.observe(state, text[seen:end], hidden_TLD[seen - 1 : end - 1], union.width)
         seen = end
-        guesses = Guesses(policy.width)
+        guesses = Guesses(union.width)
         guesses.record([()], first)
-        grow(policy, _Recording(drafter, guesses), state, text[end - 1], first, _levels_left(found, place))
+        grow(union, _Recording(drafter, guesses), state, text[end - 1], first, _levels_left(found, place))
         found.guesses.append(guesses)
     return found
 
@@ -135,8 +183,7 @@ def replay(trace: Trace, policy: Policy) -> Answer:
         NotInTrace: `policy` has trees that the trace does not contain.
         InputError: `policy` draws its trees at random, and decoding under it has a text of its own.
     """
-    if not policy.keyed:
-        raise InputError(f"the tree {policy} is drawn anew in every run: no trace contains it")
+    _check(policy)
     tokens = trace.tokens
     rounds = [Round(None, [], tokens[:1], None, None, 0.0, 0.0, 0.0)]
     place = 0  # of the root
@@ -149,6 +196,11 @@ def replay(trace: Trace, policy: Policy) -> Answer:
         rounds.append(Round(tree, path, delivered, None, None, 0.0, 0.0, 0.0))
         place += len(delivered)
     return Answer([*rounds[:-1], replace(rounds[-1], finish_reason=trace.finish_reason)], seconds=0.0)
+
+
+def _check(policy: Policy) -> None:
+    if not policy.keyed:
+        raise InputError(f"the tree {policy} is drawn anew in every run: no trace contains it")
 
 
 def _levels_left(trace: Trace, place: int) -> int:
