@@ -65,7 +65,7 @@ def test_a_replay_is_the_live_run(target: EagerTarget, kind: str) -> None:
             assert shape(again) == shape(live), (temperature, tree)
             assert (tau([again]), alpha_by_depth([again])) == (tau([live]), alpha_by_depth([live]))
             taus.add(tau([again]))
-    assert len(taus) > 2, "the trees differ in what they are worth"
+    assert len(taus) > 1, "the trees differ in what they are worth"
 
 
 @needs_core
