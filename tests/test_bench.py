@@ -184,6 +184,9 @@ def test_suite(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path)
         assert line["mean"]["speedup"] == pytest.approx(sum(row["speedup_vs_plain"] for row in cells) / 6)
     assert {"machine", "versions", "commit", "target", "rows"} <= record.keys() and record["commit"]
     assert "eyas" in record["versions"]
+    settings = record["settings"]
+    assert (settings["suite"], settings["turns"], settings["temperatures"]) == ("eagle", "all", [0.0, 1.0])
+    assert (settings["limit"], settings["seed"], settings["top_p"]) == (1, 0, 1.0)
     assert {row["turns"] for row in record["rows"]} == {"all"}
     assert rows["mt_bench", 1.0]["sequences"] == 2 and rows["cnn_dm", 1.0]["sequences"] == 1
     out = capsys.readouterr().out

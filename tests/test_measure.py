@@ -170,6 +170,15 @@ def test_acceptance_by_hand() -> None:
     assert level_ms(ANSWERS) == [2.5, 4.0, 4.0]
 
 
+def test_a_rank_counts_where_it_is_there() -> None:
+    """5 and 6 below the root, 7 alone below 5."""
+    tree = Tree((4, 5, 6, 7), (-1, 0, 0, 1))
+    paths = [([0, 1, 3], [5, 7, 9]), ([0, 1], [5, 8]), ([0, 2], [6, 9])]
+    answer = Answer([FIRST, *(Round(tree, path, tokens, None, None, 0, 0, 0) for path, tokens in paths)], 1.0)
+    assert acceptance_by_rank([answer]) == [3 / 5, 1 / 3]
+    assert acceptance_by_depth_and_rank([answer]) == [[2 / 3, 1 / 3], [1 / 2]]
+
+
 def test_figures_of_plain_decoding_are_empty() -> None:
     plain = [Answer([FIRST, Round(Tree.chain([4]), [0], [9], "stop", None, 0, 0, 0)], 1.0)]
     assert (tau(plain), alpha_by_depth(plain), acceptance_by_depth(plain), acceptance_by_rank(plain)) == (1, [], [], [])

@@ -79,7 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
             rows += _measure(methods, source, items, point, how, kept)
     lines = suite_lines(rows, sets)
     suite = {"name": arguments.suite, "table": [asdict(line) for line in lines]}
-    code = report(arguments, rows, {"suite": suite} if sets else {})
+    flags = {name: value for name, value in vars(arguments).items() if name not in _NOT_SETTINGS}
+    extra: dict[str, object] = {
+        "settings": {**flags, "turns": turns, "temperatures": [point.temperature for point in grid]}
+    }
+    code = report(arguments, rows, {**extra, "suite": suite} if sets else extra)
     if sets and not arguments.json:
         print(suite_table(lines, sets))
     return code
@@ -124,6 +128,8 @@ def _measure(
         say(f"{name}: taken from {point.resume}")
     return [row for key in keys if (row := kept.get(key)) is not None]
 
+
+_NOT_SETTINGS = ("run", "json", "resume", "data_dir", "temperature")
 
 # Flags that do not change the rows of one method on given prompts at one temperature.
 _APART = ("run", "json", "resume", "method", "workload", "suite", "data_dir", "limit", "temperatures", "tree", "turns")

@@ -176,8 +176,9 @@ def report(arguments: argparse.Namespace, rows: list[bench.Row], extra: dict[str
     if arguments.json:
         print_json(record)
     else:
+        print(f"{rows[0].dtype}, {record['machine']}")
         for workload, temperature in dict.fromkeys((row.workload, row.temperature) for row in rows):
-            print(f"\n{workload}, T={temperature:g}, {rows[0].dtype}, {record['machine']}")
+            print(f"\n{workload}, T={temperature:g}")
             print(table([row for row in rows if (row.workload, row.temperature) == (workload, temperature)]))
     for row in rows:
         for divergence in row.divergences:
