@@ -133,6 +133,7 @@ def test_a_wide_tree_need_not_contain_a_narrow_one() -> None:
         ([Dynamic(3, 3, 9), Dynamic(3, 2, 9), Chain(2)], [(0, 0), (1, 0), (2, 0), (2, 1)]),
         ([Static(((0,), (2,), (2, 2), (2, 2, 1)))], [(2, 2)]),
         ([Chain(3)], [(0, 0)]),
+        ([Chain(2)], []),
     ):
         union = _Union(policies)
         union.expands(first)

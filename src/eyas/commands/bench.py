@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not sources:
         raise InputError("give --workload or --suite: there is nothing to measure on")
     workloads = {source: read_workload(source, arguments.limit, arguments.data_dir) for source in sources}
-    grid = [argparse.Namespace(**{**vars(arguments), "temperature": t}) for t in _temperatures(arguments)]
+    temperatures = _temperatures(arguments)
+    grid = [argparse.Namespace(**{**vars(arguments), "temperature": t}) for t in temperatures]
     specs = [_method(text, grid) for text in arguments.method]  # before anything slow: a typo costs no time
     kept = Kept(arguments.resume)
     methods = _load(grid[0], specs)
@@ -80,9 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = suite_lines(rows, sets)
     suite = {"name": arguments.suite, "table": [asdict(line) for line in lines]}
     flags = {name: value for name, value in vars(arguments).items() if name not in _NOT_SETTINGS}
-    extra: dict[str, object] = {
-        "settings": {**flags, "turns": turns, "temperatures": [point.temperature for point in grid]}
-    }
+    extra: dict[str, object] = {"settings": {**flags, "turns": turns, "temperatures": temperatures}}
     code = report(arguments, rows, {**extra, "suite": suite} if sets else extra)
     if sets and not arguments.json:
         print(suite_table(lines, sets))
