@@ -13,12 +13,13 @@ from tiny import tiny_target, tiny_tokenizer
 from eyas import bench, results
 from eyas.cli import main
 from eyas.generate import Memory, generate
+from eyas.initial import new_head
+from eyas.measure import Answer, Divergence
 from eyas.model import Model
 from eyas.policies import Chain, Dynamic
 from eyas.prompts import Item
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 from eyas.verify import Stop
 
 BYTES = 260
@@ -121,6 +122,26 @@ def test_rows_say_what_rounds_say(methods: list[bench.Method]) -> None:
     assert (first["tokens"], first["path"]) == (None, [])
     assert len(second["tokens"]) == len(second["parents"]) == len(second["values"]) == 7
     assert second["values"][0] == 1.0 and second["tokens"][0] == first["delivered"][0]
+
+
+def test_a_divergence_names_its_turn(methods: list[bench.Method], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is judged by the prompt that it was drawn after, plain decoding's answers in it."""
+    prompts: list[list[int]] = []
+
+    def found(prompt: list[int], plain: Answer, other: Answer, *rest: object) -> Divergence | None:
+        prompts.append(list(prompt))
+        apart = len(prompts) == 4  # plain and drafted take turns: this is the drafted one's second turn
+        return Divergence(3, 7, 8, 0.5, 0.25, explained=False) if apart else None
+
+    monkeypatch.setattr(bench, "find_divergence", found)
+    rows, (plain, _) = bench.compare(methods[:2], ITEMS[2:], "w", Sampling(), bench.How(4, all_turns=True))
+    assert (rows[0].identical, rows[1].identical, bench.unexplained(rows)) == (2, 1, 1)
+    (divergence,) = rows[1].divergences
+    assert (divergence["id"], divergence["turn"], divergence["position"], divergence["explained"]) == ("c", 1, 3, False)
+    model = methods[0].model
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": model.decode(plain[0].tokens)}]
+    whole = model.encode([*said, {"role": "user", "content": "y"}])  # type: ignore[list-item]
+    assert prompts == [model.encode("x"), model.encode("x"), whole, whole]
 
 
 def test_later_turns_need_a_template(methods: list[bench.Method]) -> None:

@@ -16,7 +16,7 @@ from eyas.errors import InputError
 from eyas.features import Stored, Streamed, store
 from eyas.tree import Tree
 
-SEQUENCES = [Sequence(tuple((7 * i + j) % VOCAB for j in range(5 + i)), 2 + i % 3) for i in range(11)]
+SEQUENCES = [Sequence(tuple((7 * i + j) % VOCAB for j in range(5 + i)), ((2 + i % 3, 5 + i),)) for i in range(11)]
 READS = (1, 2, 4)
 
 
@@ -62,7 +62,7 @@ def test_answers_are_read_and_cut(tmp_path: Path) -> None:
     lines = [{"prompt_ids": [1, 2], "response_ids": [3, 4, 5]}, {"prompt_ids": [1, 2, 3, 4], "response_ids": [5]}]
     path = tmp_path / "answers.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
-    assert list(read_answers(path, VOCAB, 4)) == [Sequence((1, 2, 3, 4), 2)]
+    assert list(read_answers(path, VOCAB, 4)) == [Sequence((1, 2, 3, 4), ((2, 4),))]
     assert len(list(read_answers(path, VOCAB, 99, limit=1))) == 1
 
 

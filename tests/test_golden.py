@@ -52,9 +52,12 @@ def near(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", HEADS)
-@torch.inference_mode()
 def test_extension_and_chain(name: str, layout: str) -> None:
-    head, golden = load(name, layout)
+    reproduces(*load(name, layout))
+
+
+@torch.inference_mode()
+def reproduces(head: Eagle | Eagle3, golden: dict[str, torch.Tensor]) -> None:
     state = head.new_state()
     tokens = golden["input.token_ids"][0].tolist()
     hidden_TLD = states(head, golden["input.hidden_states"])

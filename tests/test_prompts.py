@@ -32,7 +32,7 @@ FORMS = {
     "sharegpt.json": [
         {"id": "7", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"},
                                       {"from": "human", "value": "b"}]},
-        {"id": "q", "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "c"}]},
+        {"id": "q", "conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "x"}]},
     ],
 }  # fmt: skip
 
@@ -83,5 +83,5 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 
 def test_a_json_file_is_a_list(tmp_path: Path) -> None:
     (tmp_path / "w.json").write_text('{"turns": ["a"]}')
-    with pytest.raises(InputError, match="a list of conversations"):
+    with pytest.raises(InputError, match="an array of conversations"):
         read_workload(tmp_path / "w.json", None)

@@ -15,12 +15,12 @@ from eyas.drafters.lookup import Lookup
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError
 from eyas.generate import Request, generate, generate_plain
+from eyas.initial import new_head
 from eyas.measure import Answer, alpha_by_depth, tau, timed
 from eyas.policies import Chain, Dynamic, Level, Sampled, Static, parse_policy
 from eyas.replay import Guesses, NotInTrace, Trace, _Union, replay, trace
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 from eyas.verify import Stop
 
 PROMPT = [1, 8, 4, 4, 30]

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from eyas.data import Sequence, digest
+from eyas.data import Sequence, digest, pack, unpack
 from eyas.errors import InputError
 from eyas.targets.base import Target
 from eyas.tree import Tree
@@ -54,7 +54,7 @@ class Streamed:
 
     def __init__(self, target: Target, sequences: Seq[Sequence], reads: Seq[int]) -> None:
         self.target, self.sequences, self.reads = target, sequences, tuple(reads)
-        self.digest = digest([(s.tokens, s.answer_start) for s in sequences])
+        self.digest = digest([(s.tokens, s.spans) for s in sequences])
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -63,7 +63,13 @@ class Streamed:
         chosen = [self.sequences[number] for number in numbers]
         items = [(self.target.new_cache(), Tree.chain(sequence.tokens)) for sequence in chosen]
         verified = self.target.verify(items, self.reads, last_only=True)
-        return [Example(sequence, v.hidden_NLD) for sequence, v in zip(chosen, verified, strict=True)]
+        dtype = states_dtype(self.target)
+        return [Example(sequence, v.hidden_NLD.to(dtype)) for sequence, v in zip(chosen, verified, strict=True)]
+
+
+def states_dtype(target: Target) -> torch.dtype:
+    """How states are kept: as the target computes them, but the native core's float32 as the bfloat16 of a head."""
+    return torch.bfloat16 if target.spec.backend == "native" else target.spec.dtype
 
 
 class Stored:
@@ -77,10 +83,9 @@ class Stored:
             self._shards = []
             for shard in range(index["shards"]):
                 file = safe_open(str(folder / _shard_name(shard)), framework="pt")
-                self._shards.append(
-                    (file, file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("starts"))
-                )
-                self._places += [(shard, i) for i in range(len(self._shards[-1][3]))]
+                sequences = unpack(file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("spans"))
+                self._shards.append((file, file.get_tensor("bounds").tolist(), sequences))
+                self._places += [(shard, i) for i in range(len(sequences))]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder} is not a complete feature store: {error}") from error
 
@@ -91,10 +96,13 @@ class Stored:
         return [self._read(*self._places[number]) for number in numbers]
 
     def _read(self, shard: int, i: int) -> Example:
-        file, tokens, bounds, starts = self._shards[shard]
-        low, high = int(bounds[i]), int(bounds[i + 1])
-        sequence = Sequence(tuple(tokens[low:high].tolist()), int(starts[i]))
-        return Example(sequence, file.get_slice("states")[low:high])
+        file, bounds, sequences = self._shards[shard]
+        return Example(sequences[i], file.get_slice("states")[bounds[i] : bounds[i + 1]])
+
+
+def is_stored(folder: Path) -> bool:
+    """Has a `store` into the folder come to its end?"""
+    return (folder / "index.json").is_file()
 
 
 def store(
@@ -119,7 +127,7 @@ def store(
     _check_header(folder / "header.json", header)
     missing = [i for i, name in enumerate(names) if not (folder / name).exists()]
     tokens = sum(len(s.tokens) for i in missing for s in sequences[i * _SHARD : (i + 1) * _SHARD])
-    need = tokens * len(reads) * spec.width * spec.dtype.itemsize
+    need = tokens * len(reads) * spec.width * states_dtype(target).itemsize
     free = shutil.disk_usage(folder).free
     if need > free:
         raise InputError(f"the features need {need / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
@@ -148,13 +156,7 @@ def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> N
         examples.update(zip(batch, streamed.batch(batch), strict=True))
         bar.update(sum(len(streamed.sequences[number].tokens) for number in batch))
     ordered = [examples[number] for number in numbers]
-    lengths = torch.tensor([0, *(len(e.sequence.tokens) for e in ordered)])
-    tensors = {
-        "tokens": torch.tensor([t for e in ordered for t in e.sequence.tokens], dtype=torch.int32),
-        "bounds": lengths.cumsum(0),
-        "starts": torch.tensor([e.sequence.answer_start for e in ordered]),
-        "states": torch.cat([e.states_TLD for e in ordered]),
-    }
+    tensors = pack([e.sequence for e in ordered]) | {"states": torch.cat([e.states_TLD for e in ordered])}
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary)
     temporary.rename(path)

@@ -1,10 +1,10 @@
-"""The layouts that heads live in, both ways. First form: the official EAGLE layout, which is also eyas' own.
+"""Heads as files: any layout that `layouts` knows is read, eyas' own is written.
 
 A head is a folder with `config.json` and `model.safetensors` (or `pytorch_model.bin`, of which only tensors are read).
 The kind is detected from the tensors, and their shapes beat the config's fields: released configs carry wrong ones
 (`num_hidden_layers` 40, `torch_dtype` float16 over float32 weights). Missing and unknown tensors are refused by name.
-An EAGLE-3 head of several layers has no official layout: eyas writes vLLM's (`layers.0.*`, then plain `layers.N.*`)
-and reads its relatives. Legend: D width, Q draft vocabulary, V vocabulary.
+eyas' own layout has the official names; an EAGLE-3 head of several layers, which has no official layout, vLLM's
+(`layers.0.*`, then plain `layers.N.*`). Legend: D width, Q draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,21 +25,15 @@ from torch import Tensor
 from eyas.drafters.eagle import Eagle, EagleConfig
 from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
+from eyas.drafters.medusa import Medusa, MedusaConfig
 from eyas.errors import InputError, one_line
+from eyas.initial import Head
+from eyas.layouts import HeadFile, layer_count, states_read, switches, understand
 
-# Our module names and those of the official files, by prefix. Longest first where one contains another.
+# Our module names and those of the files, by prefix. Longest first where one contains another.
 _EAGLE_NAMES = {"fc.": "fc.", "block.": "layers.0."}
+_HEADER = 100_000  # bytes that a safetensors file of a head's tensors has before them, at most
 _SAME_NAMES = ("fc_norm.", "input_norm.", "fc.", "norm.", "lm_head.")
-_LAYER_NAME = re.compile(r"(?:(?:midlayer|layers)\.([0-9]{1,3})|midlayer)\.(.+)")
-_LEGACY_NAMES = {f"aux_norm_{name}.weight": f"fc_norm.{i}.weight" for i, name in enumerate(("low", "mid", "high"))}
-
-# Where a switch of an EAGLE-3 head stands in configs of the wild, besides its own key at the top.
-_SWITCH_ALIASES = {
-    "fc_norm": ("use_aux_norm",),
-    "norm_output": ("eagle_config.return_hidden_post_norm",),
-    "norm_before_residual": (),
-    "norm_before_fc": ("eagle_config.norm_before_fc",),
-}
 
 
 def _eagle3_names(layers: int) -> dict[str, str]:
@@ -51,28 +44,25 @@ def _eagle3_names(layers: int) -> dict[str, str]:
     return {**names, "embedding.": "embed_tokens.", **{name: name for name in _SAME_NAMES}}
 
 
-@dataclass(frozen=True)
-class HeadFile:
-    """A head as it lies on disk."""
-
-    kind: str  # "eagle" or "eagle3"
-    config: Mapping[str, object]
-    tensors: Mapping[str, Tensor]
-
-
 def read_head(folder: Path) -> HeadFile:
-    """The config and the tensors of a head's folder.
+    """The config and the tensors of a head's folder, in eyas' terms.
 
     Raises:
         InputError: a file is missing, broken or unsafe to read, or the tensors are those of no head that eyas knows.
     """
+    return understand(str(folder), *read_files(folder))
+
+
+def read_files(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """The config and the tensors of a head's folder, as they lie there.
+
+    Raises:
+        InputError: a file is missing, broken or unsafe to read.
+    """
     try:
         text = (folder / "config.json").read_text()
         config = json.loads(text, parse_constant=_finite, parse_float=_finite)
-        if (folder / "model.safetensors").is_file():
-            tensors = load_file(folder / "model.safetensors")
-        else:
-            tensors = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+        tensors = _read_tensors(folder)
     except pickle.UnpicklingError as error:
         raise InputError(f"the head in {str(folder)!r} is a pickle of more than tensors, which is not read") from error
     except (OSError, ValueError, SafetensorError, RuntimeError, EOFError, RecursionError) as error:
@@ -80,8 +70,15 @@ def read_head(folder: Path) -> HeadFile:
     tables = isinstance(config, dict) and isinstance(tensors, dict)
     if not tables or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in tensors.items()):
         raise InputError(f"cannot read the head in {str(folder)!r}: expected a JSON object and a table of tensors")
-    kind = _kind(folder, tensors)
-    return HeadFile(kind, config, _eagle3_tensors(tensors) if kind == "eagle3" else tensors)
+    return config, tensors
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    parts = sorted(folder.glob("model-*-of-*.safetensors"))
+    if (folder / "model.safetensors").is_file() or parts:
+        names = parts or [folder / "model.safetensors"]
+        return {name: tensor for part in names for name, tensor in load_file(part).items()}
+    return torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
 
 
 def _finite(text: str) -> float:
@@ -91,75 +88,19 @@ def _finite(text: str) -> float:
     return value
 
 
-def _kind(folder: Path, tensors: Mapping[str, Tensor]) -> str:
-    if "midlayer.self_attn.q_proj.weight" in tensors or "midlayer.0.self_attn.q_proj.weight" in tensors:
-        return "eagle3"
-    if "layers.0.self_attn.q_proj.weight" in tensors and ("layers.0.hidden_norm.weight" in tensors or "d2t" in tensors):
-        return "eagle3"
-    if "fc.weight" in tensors and "layers.0.self_attn.q_proj.weight" in tensors and "lm_head.weight" not in tensors:
-        return "eagle"
-    raise InputError(f"the tensors in {str(folder)!r} are those of no EAGLE head: neither midlayer.* (EAGLE-3) nor "
-                     f"fc and layers.0.* (EAGLE-1) were found")  # fmt: skip
-
-
-def _eagle3_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an EAGLE-3 head under the names that eyas writes, whatever layout they came in.
-
-    Layers are `midlayer.*`, `layers.N.*` (vLLM, speculators) or `midlayer.N.*` (TensorRT-LLM); the norm before a later
-    layer's attention is its `input_layernorm` or, in TensorRT-LLM, its `hidden_norm`.
-    """
-    layers = {name: _LAYER_NAME.fullmatch(name) for name in tensors}
-    single = not any(match and int(match[1] or 0) for match in layers.values())
-    found: dict[str, Tensor] = {}
-    for name, match in layers.items():
-        ours = _LEGACY_NAMES.get(name, name)
-        if match:
-            number, rest = int(match[1] or 0), match[2]
-            if number and rest == "hidden_norm.weight":
-                rest = "input_layernorm.weight"
-            ours = f"midlayer.{rest}" if single else f"layers.{number}.{rest}"
-        if ours in found:
-            raise InputError(f"the head holds {ours} twice, under two names")
-        found[ours] = tensors[name]
-    return found
-
-
-def layer_count(tensors: Iterable[str]) -> int:
-    """Decoder layers of an EAGLE-3 head, by its tensors' names (those that eyas writes)."""
-    matches = (_LAYER_NAME.fullmatch(name) for name in tensors)
-    return 1 + max((int(match[1] or 0) for match in matches if match), default=0)
-
-
-def switches(config: Mapping[str, object]) -> dict[str, bool]:
-    """Which norms of an EAGLE-3 head its config moves; those that it does not name are off.
-
-    Raises:
-        InputError: a switch is neither true nor false, or is both.
-    """
-    nested = config.get("eagle_config")
-    flat = {**{f"eagle_config.{k}": v for k, v in (nested if isinstance(nested, dict) else {}).items()}, **config}
-    found = {}
-    for switch in SWITCHES:
-        given = {key: flat[key] for key in (switch, *_SWITCH_ALIASES[switch]) if flat.get(key) is not None}
-        if not all(isinstance(value, bool) for value in given.values()) or len(set(given.values())) > 1:
-            raise InputError(f"the head's {switch} must be true or false, got {given}")
-        found[switch] = True in given.values()
-    return found
-
-
-def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_reads: tuple[int, ...]) -> Eagle | Eagle3:
+def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_reads: tuple[int, ...]) -> Head:
     """The drafter of a head's file, float32, over the target's embedding and output head.
 
     Raises:
         InputError: tensors are missing, unknown, misshapen or not finite, or do not fit the target's sizes.
     """
-    reads = file.config.get("eyas_reads", list(default_reads))
-    if not isinstance(reads, list) or not reads or not all(type(read) is int for read in reads):
-        raise InputError(f"the head's eyas_reads must be a list of state numbers, got {reads!r}")
+    reads, _ = states_read(file.config, default_reads)
     try:
+        if file.kind == "medusa":
+            return _build_medusa(file, head_VD, reads[-1:])
         if file.kind == "eagle":
-            return _build_eagle(file, embedding_VD, head_VD, tuple(reads[-1:]))
-        return _build_eagle3(file, embedding_VD, head_VD, tuple(reads))
+            return _build_eagle(file, embedding_VD, head_VD, reads[-1:])
+        return _build_eagle3(file, embedding_VD, head_VD, reads)
     except KeyError as error:
         raise InputError(f"the head lacks {error.args[0]!r}") from error
 
@@ -194,12 +135,24 @@ def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: 
         # other writers put the target's number there, so only eyas' own is believed
         raise InputError(f"the head's num_hidden_layers is {file.config.get('num_hidden_layers')}, and its tensors are "
                          f"those of {layers}")  # fmt: skip
+    target_width = head_VD.shape[1]
     width, fc_width = _matrix(tensors, "fc.weight")
-    if fc_width % len(reads):
-        raise InputError(f"the head fuses {fc_width} numbers, which are not {len(reads)} states of one width")
+    if "embed_tokens.weight" not in tensors:
+        _check_width("EAGLE-3", width, embedding_VD.shape[1])
+    if fc_width % len(reads) or (fc_width != len(reads) * target_width and fc_width % target_width == 0):
+        states = f"{fc_width / target_width:g} states of the target's width {target_width}"
+        raise InputError(f"the head fuses {fc_width} numbers, which are {states}, and reads the states {list(reads)}")
+    if "lm_head.weight" not in tensors and offsets is None and width == target_width:
+        tensors["lm_head.weight"] = head_VD  # a head without rows of its own multiplies by the target's
     draft_size = _matrix(tensors, "lm_head.weight")[0]
-    own_embedding = "embed_tokens.weight" in tensors
-    vocab_size = _matrix(tensors, "embed_tokens.weight")[0] if own_embedding else len(embedding_VD)
+    told = file.config.get("draft_vocab_size")
+    if told not in (None, draft_size):
+        raise InputError(f"the head's draft_vocab_size is {told!r}, and its output matrix has {draft_size} rows")
+    rows_VD = tensors.get("embed_tokens.weight")
+    if rows_VD is not None and torch.equal(rows_VD, embedding_VD.to(rows_VD.dtype)):
+        rows_VD = None  # a copy of the target's
+        del tensors["embed_tokens.weight"]
+    vocab_size = len(embedding_VD) if rows_VD is None else _matrix(tensors, "embed_tokens.weight")[0]
     if vocab_size != len(embedding_VD):
         raise InputError(f"the head embeds {vocab_size} tokens, and the target has {len(embedding_VD)}")
     config = Eagle3Config(
@@ -208,13 +161,29 @@ def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: 
         target_width=fc_width // len(reads),
         vocab_size=vocab_size,
         draft_vocab_size=draft_size,
-        own_embedding=own_embedding,
+        own_embedding=rows_VD is not None,
+        fc_bias="fc.bias" in tensors,
         layers=layers,
-        **switches(file.config),
     )
-    if not own_embedding:
-        _check_width("EAGLE-3", width, embedding_VD.shape[1])
+    config = replace(config, **switches(file.config))
     head = Eagle3(config, embedding_VD, head_VD, _draft_vocabulary(offsets, draft_size, vocab_size))
+    _load(head, tensors)
+    return head
+
+
+def _build_medusa(file: HeadFile, head_VD: Tensor, reads: tuple[int, ...]) -> Medusa:
+    tensors = dict(file.tensors)
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    width, own = _matrix(tensors, "heads.0.0.linear.weight")
+    if width != own:
+        raise InputError(f"a block of a Medusa drafter is [D, D], got [{width}, {own}]")
+    _check_width("Medusa", width, head_VD.shape[1])
+    blocks = [name.split(".")[1:3] for name in tensors if name.startswith("heads.") and name.endswith(".linear.weight")]
+    heads, layers = (1 + max(int(number) for number in numbers) for numbers in zip(*blocks, strict=True))
+    config = MedusaConfig(width, len(head_VD), reads, heads, layers)
+    size = len(head_VD) if offsets is None else len(offsets)
+    head = Medusa(config, head_VD, _draft_vocabulary(offsets, size, len(head_VD)))
     _load(head, tensors)
     return head
 
@@ -227,10 +196,15 @@ def _draft_vocabulary(offsets: Tensor | None, draft_size: int, vocab_size: int) 
         raise InputError(f"the head drafts over {draft_size} of {vocab_size} tokens and has no d2t to say which")
     if offsets.shape != (draft_size,):
         raise InputError(f"d2t has shape {list(offsets.shape)}, and the head drafts over {draft_size} tokens")
-    ids_Q = torch.arange(draft_size) + offsets.long()
-    if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= vocab_size or len(ids_Q.unique()) != draft_size:
-        raise InputError(f"d2t names tokens outside 0 to {vocab_size - 1}, or one token twice")
+    if offsets.is_floating_point() or not _are_tokens(ids_Q := torch.arange(draft_size) + offsets.long(), vocab_size):
+        whole = not offsets.is_floating_point() and _are_tokens(offsets, vocab_size)
+        raise InputError(f"d2t, which is a draft token's distance to its token, names tokens outside 0 to "
+                         f"{vocab_size - 1}, or one token twice{': it seems to hold tokens' if whole else ''}")  # fmt: skip
     return ids_Q
+
+
+def _are_tokens(ids: Tensor, vocab_size: int) -> bool:
+    return int(ids.min()) >= 0 and int(ids.max()) < vocab_size and len(ids.unique()) == len(ids)
 
 
 def _block_config(config: Mapping[str, object], tensors: Mapping[str, Tensor], prefix: str, width: int) -> BlockConfig:
@@ -241,11 +215,11 @@ def _block_config(config: Mapping[str, object], tensors: Mapping[str, Tensor], p
     if q_rows != heads * head_dim or k_rows % max(head_dim, 1) or head_dim % 2 or head_dim == 0:
         raise InputError(f"q_proj has {q_rows} rows and k_proj {k_rows}, which do not divide into {heads} heads of one "
                          f"even size")  # fmt: skip
+    if config.get("head_dim", head_dim) not in (head_dim, None):
+        raise InputError(f"the head's config says {heads} heads of {config['head_dim']!r} numbers, and q_proj has "
+                         f"{q_rows} rows")  # fmt: skip
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     rope = rope if isinstance(rope, dict) else {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default" or config.get("hidden_act", "silu") != "silu":
-        raise InputError("the head asks for scaled rotary embeddings or another activation than silu, which no EAGLE "
-                         "head that eyas knows has")  # fmt: skip
     return BlockConfig(
         width=width,
         attention_width=attention_width,
@@ -281,9 +255,9 @@ def _check_width(kind: str, width: int, target_width: int) -> None:
                          f"{target_width} wide: it was made for another target")  # fmt: skip
 
 
-def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
-    names = _head_names(head)
-    wanted = {official_name(key, names): tensor for key, tensor in head.state_dict().items()}
+def _load(head: Head, tensors: Mapping[str, Tensor]) -> None:
+    names = official_names(head)
+    wanted = {names[key]: tensor for key, tensor in head.state_dict().items()}
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing or unknown:
         raise InputError(f"the head's tensors do not match: missing {missing or 'none'}, unknown {unknown or 'none'}")
@@ -292,35 +266,62 @@ def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
             raise InputError(f"{name} has shape {list(tensor.shape)}, expected {list(wanted[name].shape)}")
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} holds values that are not finite")
-    head.load_state_dict({key: tensors[official_name(key, names)].float() for key in head.state_dict()})
+    head.load_state_dict({key: tensors[names[key]].float() for key in head.state_dict()})
 
 
-def _head_names(head: Eagle | Eagle3) -> Mapping[str, str]:
-    """Our prefixes of a head's parameters, and those of its files."""
-    return _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
+def official_names(head: Head) -> dict[str, str]:
+    """The names of a head's parameters in its module, and in the files that eyas writes."""
+    if isinstance(head, Medusa):
+        return {key: key for key in head.state_dict()}
+    prefixes = _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
+    names = {}
+    for key in head.state_dict():
+        prefix = next(prefix for prefix in prefixes if key.startswith(prefix))
+        names[key] = prefixes[prefix] + key.removeprefix(prefix)
+    return names
 
 
-def official_name(key: str, names: Mapping[str, str]) -> str:
-    """Our parameter name in the official layout."""
-    prefix = next(prefix for prefix in names if key.startswith(prefix))
-    return names[prefix] + key.removeprefix(prefix)
+def head_tensors(head: Head, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A head's weights by the names that eyas writes, and its draft vocabulary as `d2t` and `t2d`."""
+    names = official_names(head)
+    tensors = {names[key]: tensor.detach().to(dtype).contiguous().cpu() for key, tensor in head.state_dict().items()}
+    ids_Q = None if isinstance(head, Eagle) else head.draft_vocabulary_Q
+    if ids_Q is not None:
+        ids_Q = ids_Q.cpu()
+        tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))
+        tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids_Q, True)
+    return tensors
 
 
-def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], dtype: torch.dtype) -> None:
-    """A head in the official layout, with what eyas records besides (`extra`) in its config; files land whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = _head_names(head)
-    tensors = {
-        official_name(key, names): tensor.detach().to(dtype).contiguous().cpu()
-        for key, tensor in head.state_dict().items()
+def write_head(
+    head: Head, folder: Path, extra: Mapping[str, object], dtype: torch.dtype, shard_mb: int | None = None
+) -> None:
+    """A head in eyas' own layout, with what eyas records besides (`extra`) in its config; files land whole.
+
+    `shard_mb`: weights go into several files of less than so many megabytes (10^6 bytes) each.
+    """
+    config: dict[str, object] = {
+        "eyas_kind": head.kind,
+        "eyas_reads": list(head.reads),
+        "eyas_reads_meaning": "indices of hidden_states in transformers: i enters layer i, the last is normed",
+        "vocab_size": head.config.vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **(_medusa_config(head) if isinstance(head, Medusa) else _eagle_config(head)),
+        **extra,
     }
+    write_files(folder, config, head_tensors(head, dtype), shard_mb)
+
+
+def _medusa_config(head: Medusa) -> dict[str, object]:
+    return {"hidden_size": head.config.width, "medusa_num_heads": head.config.heads,
+            "medusa_num_layers": head.config.layers}  # fmt: skip
+
+
+def _eagle_config(head: Eagle | Eagle3) -> dict[str, object]:
     block = head.config.block
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "eyas_kind": head.kind,
-        "eyas_reads": list(head.reads),
-        "eyas_reads_meaning": "indices of hidden_states in transformers: i enters layer i, the last is normed",
         "hidden_size": block.width,
         "intermediate_size": block.ffn_width,
         "num_attention_heads": block.heads,
@@ -330,25 +331,35 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         "hidden_act": "silu",
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_theta,
-        "vocab_size": head.config.vocab_size,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **extra,
+        "bias": head.config.fc_bias,
     }
     if block.window:
         config["eyas_window"] = block.window
     if isinstance(head, Eagle):
-        config |= {"bias": head.config.fc_bias, "qkv_bias": block.qkv_bias}
-    else:
-        config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
-        config |= {switch: value for switch, value in asdict(head.config).items() if switch in SWITCHES}
-        ids_Q = head.draft_vocabulary_Q
-        if ids_Q is not None:
-            tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))
-            tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids_Q, True)
-    temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary)
-    temporary.rename(folder / "model.safetensors")
+        return config | {"qkv_bias": block.qkv_bias}
+    config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
+    return config | {switch: value for switch, value in asdict(head.config).items() if switch in SWITCHES}
+
+
+def write_files(
+    folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor], shard_mb: int | None = None
+) -> None:
+    """The weights (`model.safetensors`, or numbered parts of it), then `config.json`, each by a temporary file and a
+    renaming. A tensor that is larger than a part is a part of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        size = sum(other.nbytes for other in parts[-1].values()) + tensor.nbytes
+        if shard_mb is not None and parts[-1] and size > shard_mb * 1_000_000 - _HEADER:
+            parts.append({})
+        parts[-1][name] = tensor
+    for number, part in enumerate(parts, start=1):
+        name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        temporary = folder / f"{name}.tmp"
+        save_file(part, temporary)
+        temporary.chmod(0o644)  # others may serve it
+        temporary.rename(folder / name)
     temporary = folder / "config.json.tmp"
     temporary.write_text(json.dumps(config, indent=2) + "\n")
     temporary.rename(folder / "config.json")
