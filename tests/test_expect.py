@@ -123,6 +123,8 @@ def test_wrong_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "numbers with commas" in refused(capsys, "expect", "--alpha", "x")
     assert "at most 1" in refused(capsys, "expect", "--alpha", "0.7,0.5")
     assert "required" in refused(capsys, "expect")
-    for text in ("{", "[]", '{"rows": [{"tree": "chain:2"}]}', '{"rows": []}'):
+    row = {"workload": "w", "method": "m", "temperature": 0, "tau": 1.5, "acceptance_by_depth_and_rank": [["x"]]}
+    wrong = json.dumps({"rows": [{**row, "tree": "chain:2"}]})
+    for text in ("{", "[]", '{"rows": [{"tree": "chain:2"}]}', '{"rows": []}', wrong):
         (tmp_path / "x.json").write_text(text)
         assert "x.json" in refused(capsys, "expect", "--bench", str(tmp_path / "x.json"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from eyas.commands.common import print_json
 from eyas.errors import InputError, one_line
@@ -52,34 +53,49 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     records: list[dict[str, object]] = []
     for row in _measured(arguments.bench):
-        shares = Shares.measured(row["acceptance_by_depth_and_rank"])
-        own = [parse_policy(row["tree"]), *policies]
-        found = [expect(policy, shares) for policy in {str(policy): policy for policy in own if policy.keyed}.values()]
-        where = {name: row[name] for name in ("workload", "method", "temperature")}
-        measured = {"measured_tree": row["tree"], "measured_tau": row["tau"]}
-        records += [{**where, **measured, **asdict(line)} for line in found]
+        own = [parse_policy(row.tree), *policies]
+        by_name = {str(policy): policy for policy in own if policy.keyed}
+        found = [expect(policy, row.shares) for policy in by_name.values()]
+        where = {"workload": row.workload, "method": row.method, "temperature": row.temperature}
+        records += [{**where, "measured_tree": row.tree, "measured_tau": row.tau, **asdict(line)} for line in found]
         if not arguments.json:
-            print(f"\n{row['workload']}, {row['method']}, T={row['temperature']:g}: measured {row['tau']:.2f} "
-                  f"with {row['tree']}\n{_table(found)}")  # fmt: skip
+            print(f"\n{row.workload}, {row.method}, T={row.temperature:g}: measured {row.tau:.2f} with {row.tree}\n"
+                  f"{_table(found)}")  # fmt: skip
     if arguments.json:
         print_json({"rows": records})
     return 0
 
 
-def _measured(path: Path) -> list[dict]:
-    """The rows with trees of a bench's JSON."""
+@dataclass(frozen=True)
+class _Measured:
+    """What a row of a bench's JSON says about a tree."""
+
+    workload: str
+    method: str
+    temperature: float
+    tree: str
+    tau: float
+    shares: Shares
+
+
+def _measured(path: Path) -> list[_Measured]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        rows = [row for row in record["rows"] if row["tree"] is not None and row["acceptance_by_depth_and_rank"]]
-        for row in rows:
-            assert row["tau"] is not None and row["workload"] and row["method"] and row["temperature"] >= 0
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {str(path)!r}: {one_line(error)}") from error
-    except (KeyError, TypeError, AssertionError) as error:
+    try:
+        found = [_row(row) for row in record["rows"] if row["tree"] and row["acceptance_by_depth_and_rank"]]
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{str(path)!r} is no JSON of eyas bench with acceptance by depth and rank") from error
-    if not rows:
+    if not found:
         raise InputError(f"{str(path)!r} has no row of a method that drafts")
-    return rows
+    return found
+
+
+def _row(row: Mapping[str, Any]) -> _Measured:
+    shares = Shares.measured([[float(share) for share in ranks] for ranks in row["acceptance_by_depth_and_rank"]])
+    names = (str(row["workload"]), str(row["method"]), float(row["temperature"]), str(row["tree"]), float(row["tau"]))
+    return _Measured(*names, shares)
 
 
 def _table(found: Sequence[Expectation], alpha: float | None = None) -> str:
