@@ -112,7 +112,7 @@ class _Talk:
 
     def __init__(self, plain: Model, item: Item, sampling: Sampling, how: How) -> None:
         self._plain, self._sampling, self._stop = plain, sampling, plain.stopping(how.max_new_tokens)
-        self._turns = item.turns if how.all_turns else item.turns[:1]
+        self.turns = item.turns if how.all_turns else item.turns[:1]
         self._messages = [] if item.system is None else [Message(role="system", content=item.system)]
         self.item = item
         self.turn = -1  # that was asked last
@@ -121,11 +121,11 @@ class _Talk:
     def ask(self) -> bool:
         """Make the next turn's request; False where there is none, or no room for it in the context."""
         self.turn += 1
-        if self.turn >= len(self._turns):
+        if self.turn >= len(self.turns):
             return False
-        self._messages.append(Message(role="user", content=self._turns[self.turn]))
+        self._messages.append(Message(role="user", content=self.turns[self.turn]))
         plain, alone = self._plain, len(self._messages) == 1  # a text needs no chat template
-        ids = plain.encode(self._turns[0] if alone else self._messages)
+        ids = plain.encode(self.turns[0] if alone else self._messages)
         most = plain.target.spec.max_length
         if len(ids) >= most and self.turn == 0:
             raise InputError(f"the prompt {self.item.id!r} has {len(ids)} tokens; the target's context holds {most}, "
@@ -198,7 +198,8 @@ def compare(
         raise InputError("the target has no chat template, which a conversation's later turns need: give --turns first")
     _warm_up(methods, talks[0].request)
     columns = [_Column(method) for method in methods]
-    with tqdm(total=len(items) * len(methods) * how.repeats, desc=workload, unit="conversation") as bar:
+    answers = sum(len(talk.turns) for talk in talks) * len(methods)
+    with tqdm(total=answers * how.repeats, desc=workload, unit="answer") as bar:
         for run in range(how.repeats):
             for column in columns:
                 column.tokens.append(0)
@@ -209,7 +210,7 @@ def compare(
                 for column in columns:  # keys and values of earlier turns are kept for one conversation at a time
                     column.memory = Memory() if several and len(talks) == 1 else None
                 _hold(talks, columns, how, judged=run == 0)
-                bar.update(len(talks) * len(methods))
+                bar.update(sum(len(talk.turns) for talk in talks) * len(methods))
     rows = [_row(workload, column, columns[0], sampling, how) for column in columns]
     return rows, [column.answers for column in columns]
 

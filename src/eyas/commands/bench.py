@@ -124,7 +124,7 @@ def _measure(
         rows, _ = bench.compare([methods[i] for i in asked], items, name, sampling, how)
         kept.add({keys[i]: row for i, row in zip(asked, rows, strict=True) if i in missing})
     else:
-        say(f"{name}: taken from {point.resume}")
+        say(f"kept in {point.resume}: {name}, T={point.temperature:g}")
     return [row for key in keys if (row := kept.get(key)) is not None]
 
 
