@@ -68,6 +68,12 @@ def test_a_dynamic_tree_is_grown_by_its_shares() -> None:
     assert math.isclose(expect(Dynamic(2, 2, 4), shares).exclusive, 1 + 0.5 + 0.3 + 0.25 + 0.15)
 
 
+def test_a_dynamic_tree_has_the_shares_of_its_depths() -> None:
+    """Level 1: .5 .3; level 2, where the first candidate is nearly sure: .45 .025 .27 .015; the best four."""
+    tree = shape(Dynamic(2, 2, 4), Shares(((0.5, 0.3), (0.9, 0.05), (0.1, 0.1))))
+    assert (tree.tokens, tree.parents) == ((0, 0, 1, 0, 0), (-1, 0, 0, 1, 2))
+
+
 def test_depths_below_the_last_are_like_it() -> None:
     assert math.isclose(expect(Chain(3), Shares(((0.5,), (0.2,)))).exclusive, 1 + 0.5 + 0.1 + 0.02)
 

@@ -92,3 +92,15 @@ def test_unreadable_answers(tmp_path: Path) -> None:
     for name in ("missing.jsonl", "broken.jsonl.gz"):
         with pytest.raises(InputError, match="cannot read"):
             list(read_answers(tmp_path / name, VOCAB, 99))
+
+
+def test_the_best_token_is_the_target_s_own(tmp_path: Path) -> None:
+    """At the places before answer tokens, from the logits of the whole sequence; nowhere else."""
+    target = tiny_target()
+    sequence = Sequence(tuple(range(3, 15)), ((0, 2), (5, 8), (11, 12)))
+    logits_TV = target.verify([(target.new_cache(), Tree.chain(sequence.tokens))])[0].logits_NV
+    best = logits_TV.argmax(-1).tolist()
+    expected = [best[t] if t in (0, 4, 5, 6, 10) else -1 for t in range(12)]
+    streamed = Streamed(target, [sequence], READS)
+    assert streamed.batch([0])[0].best_T.tolist() == expected
+    assert store(target, [sequence], READS, tmp_path, {}).batch([0])[0].best_T.tolist() == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
-    ["errors", "charts", "team"],
+    ["errors", "charts", "files", "team"],
     ["tree", "sampling", "native", "packed", "data"],
     ["targets.families", "targets.eager_cache", "grammar", "machine"],
     ["targets.base"],

@@ -173,13 +173,18 @@ def test_command(capsys: pytest.CaptureFixture[str], record: dict[str, Any], tmp
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_in_a_browser(record: dict[str, Any], tmp_path: Path) -> None:
     """The viewer draws what the rounds say, steps by button, key, slider and click, and logs no error."""
+    record = json.loads(json.dumps(record))
+    for last in (answer["rounds"][-1] for row in record["rows"] for answer in row["answers"]):
+        if len(last["path"]) == len(last["delivered"]) > 1:
+            last["delivered"].pop()  # as if the answer had ended at the accepted node, and nothing been drawn there
     answers = json.loads(Reader(page(record)).data["answers"])
-    number, answer = next((i, own) for i, own in enumerate(answers) if len(own["rounds"]) > 3)
+    number, answer = next((i, own) for i, own in enumerate(answers) if ended_early(own) and len(own["rounds"]) > 3)
     steps = f"""<script>
     const seen = [], note = () => seen.push({{
       what: at("what").textContent, text: at("text").textContent, round: at("round").value,
       kinds: [...document.querySelectorAll("#tree .node")].map((n) => n.classList[1]),
       now: [...document.querySelectorAll("#text .now")].map((n) => n.textContent).join(""),
+      origins: [...document.querySelectorAll("#text .now")].map((n) => n.title.split(": ")[1]),
     }});
     at("answer").value = {number}; at("answer").dispatchEvent(new Event("change")); note();
     at("next").click(); note();
@@ -199,10 +204,23 @@ def test_in_a_browser(record: dict[str, Any], tmp_path: Path) -> None:
         assert shown["now"] == texts(answer, round_)
         assert shown["text"] == "".join(texts(answer, own) for own in rounds)
         assert shown["kinds"] == kinds(round_)
+        assert shown["origins"] == origins(round_)
 
 
 def texts(answer: Mapping[str, Any], round_: Mapping[str, Any]) -> str:
     return "".join(answer["texts"][str(token)] for token in round_["delivered"])
+
+
+def ended_early(answer: Mapping[str, Any]) -> bool:
+    return len(answer["rounds"][-1]["delivered"]) < len(answer["rounds"][-1]["path"])
+
+
+def origins(round_: Mapping[str, Any]) -> list[str]:
+    """Where each token of a round came from, in the viewer's words."""
+    if round_["tokens"] is None:
+        return ["from the prompt's own forward"]
+    accepted = [f"draft of depth {depth}, accepted" for depth in range(1, len(round_["path"]))]
+    return [*accepted, "the target's own token (bonus)"][: len(round_["delivered"])]
 
 
 def kinds(round_: Mapping[str, Any]) -> list[str]:

@@ -17,12 +17,13 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import linear
 from tqdm import tqdm
 
 from eyas.data import Sequence, digest, pack, unpack
 from eyas.errors import InputError
+from eyas.files import save_tensors, write_text
 from eyas.targets.base import Target
 from eyas.tree import Tree
 
@@ -32,10 +33,15 @@ _BATCH_TOKENS = 2048  # tokens in one forward of the target, padding included
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence with the target's states at each of its tokens: `states_TLD[t]` was computed from tokens 0..t."""
+    """A sequence with what the target shows at each of its tokens.
+
+    `states_TLD[t]` was computed from tokens 0..t. `best_T[t]` (int64) is the token that the target then finds most
+    likely, where the next one is of an answer; elsewhere -1.
+    """
 
     sequence: Sequence
     states_TLD: Tensor
+    best_T: Tensor
 
 
 class Features(Protocol):
@@ -50,7 +56,8 @@ class Features(Protocol):
 
 
 class Streamed:
-    """States computed when they are asked for: no disk, one target forward an epoch."""
+    """States computed when they are asked for: no disk, one target forward an epoch. The last of `reads` is the
+    target's final state."""
 
     def __init__(self, target: Target, sequences: Seq[Sequence], reads: Seq[int]) -> None:
         self.target, self.sequences, self.reads = target, sequences, tuple(reads)
@@ -64,7 +71,17 @@ class Streamed:
         items = [(self.target.new_cache(), Tree.chain(sequence.tokens)) for sequence in chosen]
         verified = self.target.verify(items, self.reads, last_only=True)
         dtype = states_dtype(self.target)
-        return [Example(sequence, v.hidden_NLD.to(dtype)) for sequence, v in zip(chosen, verified, strict=True)]
+        states = [v.hidden_NLD.to(dtype) for v in verified]
+        return [Example(s, x_TLD, self._best(s, x_TLD[:, -1])) for s, x_TLD in zip(chosen, states, strict=True)]
+
+    @torch.inference_mode()
+    def _best(self, sequence: Sequence, final_TD: Tensor) -> Tensor:
+        head_VD = self.target.head_VD
+        best_T = torch.full((len(final_TD),), -1, device=final_TD.device)
+        for a, b in sequence.spans:
+            before = slice(max(a - 1, 0), b - 1)
+            best_T[before] = linear(final_TD[before].to(head_VD.dtype), head_VD).argmax(-1)
+        return best_T
 
 
 def states_dtype(target: Target) -> torch.dtype:
@@ -97,7 +114,8 @@ class Stored:
 
     def _read(self, shard: int, i: int) -> Example:
         file, bounds, sequences = self._shards[shard]
-        return Example(sequences[i], file.get_slice("states")[bounds[i] : bounds[i + 1]])
+        own = slice(bounds[i], bounds[i + 1])
+        return Example(sequences[i], file.get_slice("states")[own], file.get_slice("best")[own].long())
 
 
 def is_stored(folder: Path) -> bool:
@@ -134,7 +152,7 @@ def store(
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=f"features ({need / 1e9:.1f} GB)") as bar:
         for i in missing:
             _write_shard(streamed, range(i * _SHARD, min((i + 1) * _SHARD, len(sequences))), folder / names[i], bar)
-    _write_text(folder / "index.json", json.dumps(header))
+    write_text(folder / "index.json", json.dumps(header))
     return Stored(folder)
 
 
@@ -147,7 +165,7 @@ def _check_header(path: Path, header: dict[str, object]) -> None:
         for key in ("target", "reads", "sequences"):
             if found.get(key) != header[key]:
                 raise InputError(f"{path.parent} holds features whose {key} are {found.get(key)}, not {header[key]}")
-    _write_text(path, json.dumps(header))
+    write_text(path, json.dumps(header))
 
 
 def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> None:
@@ -156,10 +174,10 @@ def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> N
         examples.update(zip(batch, streamed.batch(batch), strict=True))
         bar.update(sum(len(streamed.sequences[number].tokens) for number in batch))
     ordered = [examples[number] for number in numbers]
-    tensors = pack([e.sequence for e in ordered]) | {"states": torch.cat([e.states_TLD for e in ordered])}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.rename(path)
+    tensors = pack([e.sequence for e in ordered])
+    tensors["states"] = torch.cat([e.states_TLD for e in ordered])
+    tensors["best"] = torch.cat([e.best_T for e in ordered]).int()
+    save_tensors(path, tensors)
 
 
 def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[int]]:
@@ -175,9 +193,3 @@ def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[in
 
 def _shard_name(number: int) -> str:
     return f"states-{number:05d}.safetensors"
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)

@@ -21,7 +21,7 @@ from threading import Event, current_thread, main_thread
 from typing import Any, Protocol, cast
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from eyas.data import Sequence
@@ -30,6 +30,7 @@ from eyas.drafters.eagle import Eagle
 from eyas.drafters.rollout import supervised_rows
 from eyas.errors import InputError
 from eyas.features import Features
+from eyas.files import save_tensors, write_text
 from eyas.generate import generate
 from eyas.initial import Head, copy_of
 from eyas.measure import tau, timed
@@ -116,7 +117,7 @@ class _Run:
         if self.trainer.team.first and (self.out / METRICS).exists():  # lines of steps that were done but not kept
             lines = (self.out / METRICS).read_text().splitlines()
             kept = [line for line in lines if json.loads(line)["step"] <= self.trainer.step]
-            _write(self.out / METRICS, "".join(f"{line}\n" for line in kept))
+            write_text(self.out / METRICS, "".join(f"{line}\n" for line in kept))
 
     def steps(self, interrupted: Event) -> None:
         trainer, config = self.trainer, self.trainer.config
@@ -162,9 +163,7 @@ class _Run:
         if not trainer.team.first:
             return
         if better:
-            weights = {name: weight.detach().cpu() for name, weight in trainer.head.named_parameters()}
-            save_file(weights, self.out / f"{BEST}.tmp")
-            (self.out / f"{BEST}.tmp").rename(self.out / BEST)
+            save_tensors(self.out / BEST, {name: weight.detach() for name, weight in trainer.head.named_parameters()})
         told = "" if length is None else f", tau {length:.2f} (best {self.best:.2f})"
         tqdm.write(f"step {trainer.step}: held-out loss {held['loss']:.3f}, {acceptance(held)}{told}", file=sys.stderr)
         trainer.save(self.out / STATE, best=self.best)
@@ -188,12 +187,6 @@ def _write_events(out: Path, record: Mapping[str, float | None]) -> None:
         for name, value in record.items():
             if value is not None and name != "step":
                 writer.add_scalar(name, value, int(record["step"] or 0))
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
 
 
 @contextmanager

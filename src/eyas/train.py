@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -29,6 +28,7 @@ from eyas.drafters.eagle import Eagle
 from eyas.drafters.rollout import supervised_rows
 from eyas.errors import InputError
 from eyas.features import Features
+from eyas.files import save_tensors
 from eyas.initial import Head
 from eyas.team import Team
 
@@ -98,6 +98,7 @@ def make_batch(
         answer_T=torch.tensor(answer),
         states_TLD=states_TLD[:, columns],
         final_TD=states_TLD[:, -1],
+        best_T=torch.cat([example.best_T for example in examples]).to(states_TLD.device),
         seed=seed,
     )
 
@@ -271,9 +272,7 @@ class Trainer:
             "identity": self.identity,
             "more": more,
         }
-        temporary = path.with_suffix(".tmp")
-        save_file(tensors, temporary, metadata={"progress": json.dumps(progress)})
-        temporary.rename(path)
+        save_tensors(path, tensors, {"progress": json.dumps(progress)})
 
     def restore(self, path: Path) -> dict[str, object]:
         """Go on where `save` stopped; its `more`.

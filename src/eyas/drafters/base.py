@@ -34,8 +34,8 @@ class Batch:
     """Training sequences one after the other: sequence b is `tokens_T[bounds[b] : bounds[b + 1]]`.
 
     `states_TLD[t]` are the states that the drafter reads, `final_TD[t]` the target's last one (after its final norm),
-    both computed from the tokens of t's sequence up to t. `answer_T[t]` (bool, on the CPU): did the target write token
-    t itself?
+    both computed from the tokens of t's sequence up to t; `best_T[t]` is the token that the target finds most likely
+    there, where an answer's token follows. `answer_T[t]` (bool, on the CPU): did the target write token t itself?
     """
 
     tokens_T: Tensor
@@ -43,6 +43,7 @@ class Batch:
     answer_T: Tensor
     states_TLD: Tensor
     final_TD: Tensor
+    best_T: Tensor
     seed: int  # of whatever the objective draws
 
 

@@ -79,7 +79,7 @@ class Eagle(nn.Module, Drafter[DraftState]):
         """
         rows = supervised_rows(batch.bounds, batch.answer_T, batch.tokens_T.device)
         counts_J = rows.counts(self.steps) if counts_J is None else counts_J
-        taught = teacher(batch.final_TD[rows.token_S + 1], self.head_VD, None)
+        taught = teacher(batch, rows, self.head_VD, None)
         tally = Tally(rows, *taught, counts_J, self.config.token_loss, TOKEN_WEIGHT)
         for step, guess_SD in enumerate(self._rollout(batch, rows)):
             truth_SD = batch.final_TD[(rows.token_S + 1 + step).clamp_max(len(batch.final_TD) - 1)]

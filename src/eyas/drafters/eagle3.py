@@ -118,7 +118,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         """
         rows = supervised_rows(batch.bounds, batch.answer_T, batch.tokens_T.device)
         counts_J = rows.counts(self.steps) if counts_J is None else counts_J
-        taught = teacher(batch.final_TD[rows.token_S + 1], self.head_VD, self.draft_vocabulary_Q)
+        taught = teacher(batch, rows, self.head_VD, self.draft_vocabulary_Q)
         tally = Tally(rows, *taught, counts_J, self.config.token_loss)
         for step, logits_SQ in enumerate(self.logits(batch, rows)):
             tally.add(step, logits_SQ)

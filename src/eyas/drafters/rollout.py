@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from eyas.drafters.base import Batch
 from eyas.drafters.layers import Block, LaterLayer, run_layers, wide
 from eyas.errors import InputError
 
@@ -176,15 +177,17 @@ def _attend(
     return attended_GHSC.flatten(0, 1).transpose(0, 1)
 
 
-def teacher(final_SD: Tensor, head_VD: Tensor, vocabulary_Q: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The target's distribution over the draft vocabulary (float32), and whether its best token lies in it."""
+def teacher(batch: Batch, rows: Supervised, head_VD: Tensor, vocabulary_Q: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Per row, the target's distribution at its first prediction over the draft vocabulary (float32), and whether the
+    target's best token lies in it."""
+    place_S = rows.token_S + 1
     with torch.no_grad():
-        if vocabulary_Q is None:
-            logits_SQ = linear(final_SD, head_VD).float()
-            return logits_SQ.softmax(-1), torch.ones(len(final_SD), dtype=torch.bool, device=final_SD.device)
-        logits_SQ = linear(final_SD, head_VD[vocabulary_Q])
-        known_S = logits_SQ.amax(-1) >= linear(final_SD, head_VD).amax(-1)
-        return logits_SQ.float().softmax(-1), known_S
+        weight = head_VD if vocabulary_Q is None else head_VD[vocabulary_Q]
+        p_SQ = linear(batch.final_TD[place_S], weight).float().softmax(-1)
+        best_S = batch.best_T[place_S]
+        every = torch.ones_like(best_S, dtype=torch.bool)
+        known_S = every if vocabulary_Q is None else torch.isin(best_S, vocabulary_Q)
+    return p_SQ, known_S
 
 
 class Tally:
