@@ -250,7 +250,7 @@ def test_resume(
     assert [row for row in more["rows"] if row["tree"] != "chain:1"] == record["rows"], "kept as they were"
     run_json(capsys, *flags, "--seed", "1")
     assert len(measured) == 7, "other settings are other results"
-    assert not list(tmp_path.glob(".kept*")), "no temporary file is left"
+    assert not list(tmp_path.glob("kept*tmp")), "no temporary file is left"
 
 
 def test_a_file_that_holds_no_results(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
