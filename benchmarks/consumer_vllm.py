@@ -22,7 +22,9 @@ def main() -> None:
     request = sys.stdin.read()
     found = {}
     for way in ("plain", "drafted"):
-        run = subprocess.run([sys.executable, __file__, sys.argv[1], way], input=request, capture_output=True, text=True)
+        run = subprocess.run(
+            [sys.executable, __file__, sys.argv[1], way], input=request, capture_output=True, text=True
+        )
         sys.stderr.write(run.stderr[-4000:])
         run.check_returncode()
         found |= json.loads(run.stdout.strip().splitlines()[-1])

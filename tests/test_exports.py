@@ -24,11 +24,11 @@ from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError
 from eyas.exports import check, export, serve_command
 from eyas.formats import build_head, read_head
+from eyas.initial import new_head
 from eyas.layouts import AUX_IDS
 from eyas.targets.base import TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads
-from eyas.train import new_head
 
 FOLDERS = [name for name in DIALECTS if name != "gguf"]
 KNOWN = [token for token in range(VOCAB) if token % 7]
@@ -376,6 +376,10 @@ def test_gguf(target: EagerTarget, vocabulary: Path, tmp_path: Path, switch: str
     found = {tensor.name: tensor for tensor in reader.tensors}
     assert found.keys() == GGUF_NAMES.keys() | wanted | {"d2t"}
     assert found["d2t"].tensor_type == gguf.GGMLQuantizationType.I64 and found["d2t"].data.tolist() == KNOWN
+    kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    for name, tensor in found.items():
+        if name != "d2t":
+            assert tensor.tensor_type.name == ("F32" if "norm" in name else kinds[dtype]), name
     _, tensors = gguf_head.read(tmp_path / "head.gguf")
     ours = {**{key.replace("block.", "midlayer."): t for key, t in head.state_dict().items()}}
     ours["midlayer.input_layernorm.weight"] = ours.pop("embedding_norm.weight")

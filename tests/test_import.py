@@ -50,7 +50,8 @@ def weights(kind: str, width: int = WIDTH, layers: int = 1, states: int = 3, **m
         w["fc.bias"] = vector(width)
     for n in range(layers):
         inner = 2 * width if kind == "eagle3" and n == 0 else width
-        w |= {f"{n}.q": matrix(HEADS * DIM, inner), f"{n}.k": matrix(KV * DIM, inner), f"{n}.v": matrix(KV * DIM, inner),
+        w |= {f"{n}.q": matrix(HEADS * DIM, inner), f"{n}.k": matrix(KV * DIM, inner),
+              f"{n}.v": matrix(KV * DIM, inner),
               f"{n}.o": matrix(width, HEADS * DIM), f"{n}.gate": matrix(FFN, width), f"{n}.up": matrix(FFN, width),
               f"{n}.down": matrix(width, FFN), f"{n}.mlp_norm": vector(width)}  # fmt: skip
         if more.get("qkv_bias"):
@@ -139,7 +140,8 @@ NAMES = {
 }
 SIZES: dict[str, object] = {
     "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": FFN, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV, "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": VOCAB, "torch_dtype": "float16",
+    "num_key_value_heads": KV, "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": VOCAB,
+    "torch_dtype": "float16",
 }  # fmt: skip
 OFFICIAL = {**SIZES, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "pad_token_id": 0,
             "max_position_embeddings": 2048, "draft_vocab_size": len(DRAFT_IDS)}  # fmt: skip
@@ -333,7 +335,7 @@ def test_a_head_in_parts(target: EagerTarget, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict, dict[str, Tensor | None], str]] = {
     "absurd draft_vocab_size": ({"draft_vocab_size": 10**12}, {}, "draft_vocab_size is 1000000000000"),
     "negative draft_vocab_size": ({"draft_vocab_size": -3}, {}, "draft_vocab_size is -3"),
-    "tokens as d2t": ({}, {"d2t": torch.tensor(DRAFT_IDS)}, "it seems to hold tokens"),
+    "tokens as d2t": ({}, {"d2t": torch.tensor(DRAFT_IDS)}, "is it a list of tokens?"),
     "d2t of floats": ({}, {"d2t": torch.zeros(len(DRAFT_IDS))}, "d2t, which is"),
     "d2t out of range": ({}, {"d2t": torch.full((len(DRAFT_IDS),), 60)}, "outside 0 to 60"),
     "head_dim": ({"head_dim": 16}, {}, "4 heads of 16 numbers, and q_proj has 48 rows"),

@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import torch
 from tiny import tiny_target, tiny_tokenizer
 
 from eyas import prepared
-from eyas.checkpoint import load_target, target_fingerprint
+from eyas.checkpoint import load_outline, load_target, target_fingerprint
 from eyas.cli import main
+from eyas.commands.prepare import shown
 from eyas.conversations import Conversation, Turn, parse, read_conversations
 from eyas.data import Sequence
 from eyas.endpoint import Endpoint, EndpointError
@@ -74,7 +76,7 @@ SHAREGPT = {"id": "x", "conversations": [
 
 
 def test_the_forms_of_conversations(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT, {"turns": ["a", "c"], "id": 7})
+    path = write_lines(tmp_path / "a.jsonl", MESSAGES, SHAREGPT, {"turns": ["a", "c"], "question_id": 7})
     path.write_text(path.read_text().replace("\n", "\n\n", 1))  # an empty line counts as a line
     first, second, third = read_conversations(path)
     assert first == Conversation(f"{path}, line 1", 1, "1", "s", (Turn("a", "b"), Turn("c")))
@@ -157,7 +159,8 @@ def test_data_sets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_list([SHAREGPT, {**SHAREGPT, "id": "y"}])
     table.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(str(tmp_path / "splits"))
+    other = datasets.Dataset.from_list([{"id": "z", "turns": ["a"]}])
+    datasets.DatasetDict({"test": other, "train": table}).save_to_disk(str(tmp_path / "splits"))
     (tmp_path / "parquet").mkdir()
     table.to_parquet(str(tmp_path / "parquet" / "a.parquet"))
     for name in ("one", "splits", "parquet"):
@@ -350,8 +353,9 @@ def test_a_folder_of_something_else_is_refused(model: Model, whole: Path, tmp_pa
     assert contents(whole) == before
     (tmp_path / "thesis.txt").write_text("mine")
     refused("not empty", path=tmp_path)
-    (tmp_path / "header.json").write_text("{")
-    refused("no folder that eyas prepare has written", path=tmp_path)
+    for text in ("{", "[]", '{"format": 2, "conversations": 1, "shard": 1}', '{"format": 1, "conversations": 1}'):
+        (tmp_path / "header.json").write_text(text)
+        refused("no folder that eyas prepare has written", path=tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
@@ -546,9 +550,35 @@ def test_the_command(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path:
     assert capsys.readouterr().out.count("assistant:[[b</s>]]\n\n") == 2
     assert main([*command, "--out", str(tmp_path / "no"), "--keep-answers"]) == 2
     assert f"{prompts}, line 3: the conversation has no assistant's turn" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert main([*command, "--prompts", str(tmp_path / "empty.jsonl"), "--out", str(tmp_path / "no")]) == 2
+    assert "empty.jsonl holds no prompt" in capsys.readouterr().err
     made_for = read_header(tmp_path / "out")["target"]
     assert made_for == target_fingerprint(*load_target(str(folder / "target"), torch.float64)), "as training sees it"
     assert made_for["weights"] and read_header(tmp_path / "kept")["target"]["tokenizer"] == made_for["tokenizer"]
+
+
+def test_shown_spans(model: Model) -> None:
+    chat = ChatTemplate(model.tokenizer, (2,))
+    sequence = Sequence(tuple(chat.encode("<turn>a:bc</s>d:e</s>")), ((3, 6), (8, 10)))
+    assert shown(sequence, chat, colour=False) == "<turn>a:[[bc</s>]]d:[[e</s>]]"
+    assert shown(sequence, chat, colour=True) == "<turn>a:\x1b[32mbc</s>\x1b[0md:\x1b[32me</s>\x1b[0m"
+
+
+def test_an_outline_is_the_target_without_weights(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    for ends in (2, [2, 7]):
+        settings = {"eos_token_id": ends, "repetition_penalty": 1.5}
+        (tmp_path / "target" / "generation_config.json").write_text(json.dumps(settings))
+        target, _ = load_target(str(tmp_path / "target"))
+        spec, tokenizer = load_outline(str(tmp_path / "target"))
+        assert replace(spec, dtype=target.spec.dtype, device=target.spec.device) == target.spec
+        assert spec.eos_ids == ((2,) if ends == 2 else (2, 7)) and tokenizer.encode("a")
+    with pytest.raises(InputError, match="unknown target"):
+        load_outline(str(tmp_path / "none"))
+    (tmp_path / "target" / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot load the target"):
+        load_outline(str(tmp_path / "target"))
 
 
 def test_the_command_and_a_dead_endpoint(

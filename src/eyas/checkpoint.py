@@ -40,6 +40,7 @@ from eyas.drafters.medusa import Medusa
 from eyas.drafters.native import NativeDrafter
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
+from eyas.files import write_text
 from eyas.formats import build_head, read_head, write_head
 from eyas.initial import Head, copy_of
 from eyas.layouts import HeadFile, states_read
@@ -213,9 +214,7 @@ def named_fingerprint(name: str, spec: TargetSpec, tokenizer: PreTrainedTokenize
         found = target_fingerprint(load_target(name, torch.bfloat16)[0], tokenizer)
         weights = found["weights"]
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"weights": weights}) + "\n")
-        temporary.replace(path)
+        write_text(path, json.dumps({"weights": weights}) + "\n")
     return {"weights": weights, **outline_fingerprint(spec, tokenizer)}
 
 
@@ -459,7 +458,7 @@ def target_gguf(name: str) -> Path:
         return _demo_gguf()
     if Path(name).suffix == ".gguf" and os.path.isfile(name):
         return Path(name)
-    raise InputError(f"a head for llama.cpp carries the vocabulary of its target's GGUF file: give that file as --target, "
+    raise InputError(f"a head for llama.cpp holds the vocabulary of its target's GGUF file: give that as --target, "
                      f"not {name!r}")  # fmt: skip
 
 

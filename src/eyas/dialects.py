@@ -1,7 +1,7 @@
 """What each runtime reads of a head: one row a runtime, for writing (`exports`) and for judging (`readers`).
 
-Facts from the sources of the versions named in the rows' titles. Refuses to know files and modules. A *state* is numbered
-as in transformers' `hidden_states`: state i enters layer i, and leaves layer i - 1.
+Facts from the sources of the versions named in the rows' titles. Refuses to know files and modules. A *state* is
+numbered as in transformers' `hidden_states`: state i enters layer i, and leaves layer i - 1.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Dialect:
     believes_layers: bool = True  # it builds num_hidden_layers of them, whatever the tensors
     needs_draft_size: bool = False  # draft_vocab_size has no default
     ids_at_launch: bool = False  # the states are an argument of the server, not of the config
+    ties: bool = False  # tie_word_embeddings puts the embedding in the place of lm_head
     bias_keys: tuple[str, ...] = ("attention_bias", "bias")  # any of them gives q, k and v biases
     # How its reader finds the states: keys in order with what is added to an id; else the usual ones.
     ids: tuple[tuple[str, int], ...] = ()
@@ -91,6 +92,7 @@ DIALECTS: dict[str, Dialect] = {
         permuted_vocabulary=True,
         strips_model=True,
         old_names=True,
+        ties=True,
         needs_draft_size=True,
         ids=((NESTED_IDS, 1),),
         switch_keys={

@@ -1,4 +1,4 @@
-"""What a head or a target is, whether they fit, what another runtime would make of a head, what rounding costs a target.
+"""What a head or a target is, whether they fit, what another runtime makes of a head, what rounding costs a target.
 
 Legend: T tokens, L states, D width, P places of a text, V vocabulary.
 """
@@ -28,13 +28,13 @@ from eyas.layouts import layer_count, switches
 from eyas.measure import perplexity
 from eyas.model import Model, attach_head, choose_policy, load
 from eyas.prompts import read_workload
-from eyas.readers import FAILS, SILENT, Finding, Reading
+from eyas.readers import FAILS, NOTE, SILENT, Finding, Reading
 from eyas.targets.eager import EagerTarget
 from eyas.tree import Tree
 
 DEPTH = 3  # drafted tokens in a row that are compared
+_ROUNDING = 1e-3  # of a draft logit in float32: what differs by more was computed otherwise
 _TEXTS, _ANSWER = 5, 24  # prompts that a head is judged on, and tokens of the target's answer to each
-_BETTER = 1.25  # acceptance one layer away, against that of the layers named: from here on the ids are doubted
 
 
 def describe_target(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
@@ -102,41 +102,45 @@ def fit(name: str, target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> d
 def diagnose(name: str, runtime: str, target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """What `runtime` would make of a head: findings, and its drafts beside eyas' own on real prompts.
 
-    A head in eyas' own layout is exported first, and the exported files are judged; other folders are judged as they lie.
+    A head in eyas' own layout is exported first, and what was exported is judged; other folders as they lie.
 
     Raises:
         InputError: the files cannot be read, or are those of no head.
     """
-    folder, found = head_folder(name), Reading()
-    ours, recorded = None, False
     try:
         file, ours, _ = open_head(name, target)
-        recorded = "eyas_reads" in file.config
-        with TemporaryDirectory() as scratch:
+    except InputError as error:
+        found = readers.simulate(runtime, head_folder(name), target)
+        found.add(NOTE, f"eyas itself refuses these files ({error})", "what that sentence asks for")
+        return _verdict(runtime, found)
+    with TemporaryDirectory() as scratch:
+        folder, found = head_folder(name), Reading()
+        try:
             if file.layout == "eyas":
                 folder = Path(scratch)
                 exports.check(ours, runtime, target.spec)
                 # llama.cpp's converter starts from the folder that vLLM reads
                 exports.export(ours, "vllm" if runtime == "gguf" else runtime, target.spec, folder, torch.float32, {})
             found = readers.simulate(runtime, folder, target, ours.reads)
-    except InputError as error:
-        found.add(FAILS, str(error), "what the sentence asks for")
-        if ours is None and folder == head_folder(name):
-            found.findings += readers.simulate(runtime, folder, target).findings
-    theirs = found.head
-    record: dict[str, object] = {"runtime": runtime}
-    texts = [] if ours is None else _texts(target, tokenizer)
-    if ours is not None and theirs is not None:
+        except InputError as error:
+            found.add(FAILS, str(error), "another runtime, or another head")
+    theirs, record, texts = found.head, {}, _texts(target, tokenizer)
+    if theirs is not None:
         found.findings += readers.differences(ours, theirs)
-        record |= compare(readers.without_window(ours), theirs, target, texts)
+        record = compare(readers.without_window(ours), theirs, target, texts)
+        differs = record["largest_difference"] is None or float(str(record["largest_difference"])) > _ROUNDING
         silent = any(finding.effect == SILENT for finding in found.findings)
-        if record["largest_difference"] != 0 and not silent:
+        if differs and not silent:
             found.add(SILENT, "the draft logits differ, for no reason that eyas knows", "report it, with the folder")
-    if isinstance(ours, Eagle3) and not recorded:
+    if isinstance(ours, Eagle3) and "eyas_reads" not in file.config:
         found.findings += doubts(ours, target, texts)
+    return _verdict(runtime, found) | record
+
+
+def _verdict(runtime: str, found: Reading) -> dict[str, object]:
     effects = {finding.effect for finding in found.findings}
-    record["verdict"] = "fails" if FAILS in effects else "drafts otherwise" if SILENT in effects else "works"
-    return record | {"findings": [asdict(finding) for finding in found.findings]}
+    verdict = "fails" if FAILS in effects else "drafts otherwise" if SILENT in effects else "works"
+    return {"runtime": runtime, "verdict": verdict, "findings": [asdict(finding) for finding in found.findings]}
 
 
 def _texts(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
@@ -177,10 +181,11 @@ def _states(target: EagerTarget, tokens: Sequence[int], reads: Sequence[int]) ->
 
 
 def _drafts(head: Eagle | Eagle3, tokens: Sequence[int], start: int, states_TLD: Tensor) -> Tensor:
-    """Draft logits at each place of an answer and the DEPTH - 1 after it, fed the answer's own tokens: [P, DEPTH, .]."""
+    """Draft logits at each place of an answer and those after it, fed the answer's own tokens: [P, DEPTH, .]."""
     head = head.to(states_TLD.dtype).eval()
     state, rows = head.new_state(), []
-    head.observe(state, tokens[1:start], states_TLD[: start - 1], 1)
+    if start > 1:
+        head.observe(state, tokens[1:start], states_TLD[: start - 1], 1)
     for i in range(start, len(tokens) - DEPTH):
         head.observe(state, [tokens[i]], states_TLD[i - 1 : i], 1)
         for step in range(DEPTH):
@@ -213,21 +218,18 @@ def doubts(head: Eagle3, target: EagerTarget, texts: Sequence[tuple[list[int], i
             moved.config, moved.reads = replace(moved.config, reads=reads), reads
             shares[reads] = compare(moved, moved, target, texts)["acceptance_by_depth"][0]  # type: ignore[index]
     best = max(shares, key=shares.__getitem__)
-    return doubt(head.reads, shares[head.reads], best, shares[best])
+    places = sum(max(0, len(tokens) - DEPTH - start) for tokens, start in texts)
+    return doubt(head.reads, shares[head.reads], best, shares[best], places)
 
 
-def doubt(reads: tuple[int, ...], share: float, best: tuple[int, ...], best_share: float) -> list[Finding]:
-    """A finding where the states next to those that a head's config names serve it clearly better."""
-    if best_share <= _BETTER * share:
+def doubt(reads: tuple[int, ...], share: float, best: tuple[int, ...], best_share: float, places: int) -> list[Finding]:
+    """A finding where the states next to those that a head's files name serve it better by two standard errors."""
+    mean = (share + best_share) / 2
+    if best_share - share <= 2 * (2 * mean * (1 - mean) / max(places, 1)) ** 0.5:
         return []
-    what = (
-        f"the files name the states {list(reads)}, where {share:.0%} of first drafts are right; on {list(best)} it is "
-    )
-    return [
-        Finding(
-            SILENT, what + f"{best_share:.0%}: the layer ids seem to be off by one", f"name the states {list(best)}"
-        )
-    ]
+    what = (f"the files name the states {list(reads)}, where {share:.0%} of {places} first drafts are right; on "
+            f"{list(best)} it is {best_share:.0%}: the layer ids seem to be off by one")  # fmt: skip
+    return [Finding(SILENT, what, f"name the states {list(best)}")]
 
 
 def quality(name: str, answers: Sequence[data.Sequence] | None, limit: int) -> dict[str, object]:

@@ -125,7 +125,8 @@ def values(head: Eagle | Eagle3, dialect: Dialect, spec: TargetSpec, dtype: torc
     leaving = [read - 1 for read in reads]
     return found | {
         "layers": c.layers, "draft_vocabulary": c.draft_vocab_size, "states": len(reads),
-        "target_width": c.target_width, "other_target_width": _OMIT if c.target_width == block.width else c.target_width,
+        "target_width": c.target_width,
+        "other_target_width": c.target_width if c.target_width != block.width else _OMIT,
         "entering": reads, "leaving": leaving,
         "usual_entering": reads if usual else _OMIT, "usual_leaving": leaving if usual else _OMIT,
         "eagle3": "eagle3", "version": "0.9.0", "greedy": "greedy",
@@ -192,5 +193,5 @@ def warnings(head: Eagle | Eagle3, runtime: str) -> tuple[str, ...]:
     window = head.config.block.window
     if not window or runtime == "sglang":
         return ()
-    return (f"the head was trained on texts of {window} tokens and eyas drafts over as many; the runtime looks back over "
+    return (f"the head was trained on texts of {window} tokens, and eyas drafts over as many; this looks back over "
             f"all of a text",)  # fmt: skip

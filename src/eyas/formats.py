@@ -198,8 +198,9 @@ def _draft_vocabulary(offsets: Tensor | None, draft_size: int, vocab_size: int) 
         raise InputError(f"d2t has shape {list(offsets.shape)}, and the head drafts over {draft_size} tokens")
     if offsets.is_floating_point() or not _are_tokens(ids_Q := torch.arange(draft_size) + offsets.long(), vocab_size):
         whole = not offsets.is_floating_point() and _are_tokens(offsets, vocab_size)
+        hint = " (is it a list of tokens?)" if whole else ""
         raise InputError(f"d2t, which is a draft token's distance to its token, names tokens outside 0 to "
-                         f"{vocab_size - 1}, or one token twice{': it seems to hold tokens' if whole else ''}")  # fmt: skip
+                         f"{vocab_size - 1}, or one token twice{hint}")  # fmt: skip
     return ids_Q
 
 

@@ -135,6 +135,6 @@ def _tensor(tensor: gguf.ReaderTensor) -> Tensor:
 
 
 def interleaved(rows: Tensor, heads: int, undo: bool = False) -> Tensor:
-    """Rows of q or k, [heads * C, E], with the second half of each head's C rows between those of the first; or back."""
+    """Rows of q or k, [heads * C, E], the second half of each head's C rows between those of the first; or back."""
     halves = (-1, 2) if undo else (2, -1)
     return rows.unflatten(0, (heads, *halves)).transpose(1, 2).flatten(0, 2).contiguous()

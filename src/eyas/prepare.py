@@ -32,7 +32,6 @@ from eyas.prepared import Answered, Figures, Finish, Folder
 from eyas.verify import FinishReason
 
 SHARD = 256  # conversations
-FORMAT = 1  # of the folder
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ def prepare(
         with _naming(conversation):
             source.check(conversation)
     header = {
-        "format": FORMAT,
         "target": made_for,
         "settings": source.settings,
         "prompts": _digest(conversations),

@@ -23,9 +23,11 @@ from safetensors.torch import load, save
 
 from eyas.data import Sequence, pack, unpack
 from eyas.errors import InputError, one_line
+from eyas.files import whole, write_text
 
 Finish = Literal["stop", "length", "given"]  # by an end token, by the budget or the context; not sampled
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "given")
+_FORMAT = 1  # of the folder
 _HEADER, _OPEN = "header.json", "open.safetensors"
 _ABOUT = ("conversations", "lines", "temperatures", "cut")  # arrays with a row for each conversation
 
@@ -84,13 +86,14 @@ class Folder:
         """
         self.path, self._shard = path, _whole(header["shard"])
         self._conversations = _whole(header["conversations"])
+        header = {"format": _FORMAT, **header}
         path.mkdir(parents=True, exist_ok=True)
         if (path / _HEADER).is_file():
             _compare(path, read_header(path), header)
         elif any(entry.suffix != ".tmp" for entry in path.iterdir()):
             raise InputError(f"{path} is not empty: give a new folder, or one that eyas prepare has begun")
         else:
-            _write(path / _HEADER, json.dumps(header, indent=1).encode() + b"\n")
+            write_text(path / _HEADER, json.dumps(header, indent=1) + "\n")
         self.full = {shard for shard in range(self.num_shards) if _record(path / _name(shard)) is not None}
         found = (path / _OPEN).is_file() and _record(path / _OPEN) is not None
         self.open: dict[int, dict[int, Answered]] = {}
@@ -149,8 +152,8 @@ def read_header(folder: Path) -> dict[str, object]:
     """
     try:
         header = json.loads((folder / _HEADER).read_text())
-        if not isinstance(header, dict):
-            raise ValueError("no object")
+        if not isinstance(header, dict) or header.get("format") != _FORMAT:
+            raise ValueError(f"its header is of no format that this eyas reads, which is {_FORMAT}")
         for key in ("conversations", "shard"):
             _whole(header.get(key))
     except (OSError, ValueError, RecursionError) as error:
@@ -232,9 +235,10 @@ def _write_shard(path: Path, answered: list[Answered]) -> None:
         }
     )
     _beside(path).unlink(missing_ok=True)  # so that no record is ever of another shard
-    _write(path, data)
+    with whole(path) as temporary:
+        temporary.write_bytes(data)
     record = {"sha256": hashlib.sha256(data).hexdigest(), "figures": asdict(Figures.of(answered))}
-    _write(_beside(path), json.dumps(record).encode() + b"\n")
+    write_text(_beside(path), json.dumps(record) + "\n")
 
 
 def _read(path: Path) -> list[Answered]:
@@ -278,16 +282,6 @@ def _name(shard: int) -> str:
 
 def _beside(path: Path) -> Path:
     return path.with_suffix(".json")
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _whole(value: object) -> int:

@@ -1,7 +1,8 @@
 """What another runtime would make of a head's files: its reader, simulated, as a drafter of eyas' own kind.
 
-A runtime's reader takes what it knows, falls into defaults for what is missing and mostly says nothing. Here each such step is
-followed by the row of the runtime in `dialects` and named. Refuses to know targets' weights beyond the rows that heads share.
+A runtime's reader takes what it knows, falls into defaults for what is missing and mostly says nothing. Here each such
+step is followed by the runtime's row in `dialects`, and named. Refuses to know a target's weights beyond the rows that
+heads share.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Reading:
 
 
 def simulate(runtime: str, folder: Path, target: Target, at_launch: tuple[int, ...] = ()) -> Reading:
-    """What `runtime` would load from `folder` for `target`; `at_launch` are the states that its server is told, where it
-    asks for them.
+    """What `runtime` would load from `folder` for `target`; `at_launch` are the states that its server is told,
+    where it asks for them.
 
     Raises:
         InputError: the files cannot be read at all, or are those of no head.
@@ -77,10 +78,11 @@ def simulate(runtime: str, folder: Path, target: Target, at_launch: tuple[int, .
     if found.fails:
         return found
     _judge_architecture(kind, dialect, seen, found)
-    _judge_context(seen, target.spec, found)
+    _judge_positions(seen, target.spec, found)
     named = _renamed(kind, dialect, tensors, found)
     build = _eagle if kind == "eagle" else _eagle3
-    head = build(dialect, seen, named, target, found)
+    with torch.device("meta"):  # sizes alone: a config may ask for any
+        head = build(dialect, seen, named, target, found)
     if isinstance(head, Eagle3) and dialect.ids_at_launch and len(at_launch) == len(head.reads):
         head.config, head.reads = replace(head.config, reads=at_launch), at_launch
     if head is not None and not found.fails:
@@ -104,8 +106,8 @@ def _config_of(runtime: str, config: Mapping[str, object], found: Reading) -> di
         keys = ("draft_vocab_size", "target_hidden_size", AUX_IDS, "architectures", *SWITCHES)
         return {**_LLAMA_DEFAULTS, **inner, **{key: config[key] for key in keys if config.get(key) is not None}}
     if isinstance(inner, dict) and runtime != "gguf":  # llama.cpp's converter flattens
-        found.add(FAILS, f"the sizes are inside transformer_layer_config, where {DIALECTS[runtime].title} does not look",
-                  f"eyas export --to {runtime}")  # fmt: skip
+        what = f"the sizes are inside transformer_layer_config, which {DIALECTS[runtime].title} does not read"
+        found.add(FAILS, what, f"eyas export --to {runtime}")
     return {**_LLAMA_DEFAULTS, **(inner if isinstance(inner, dict) else {}), **config}
 
 
@@ -119,18 +121,21 @@ def _judge_architecture(kind: str, dialect: Dialect, seen: Mapping[str, object],
                   f"write [{wanted!r}]")  # fmt: skip
 
 
-def _judge_context(seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
-    context = seen["max_position_embeddings"]
+def _judge_positions(seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
+    context, rope = seen["max_position_embeddings"], seen.get("rope_parameters") or seen.get("rope_scaling")
     if isinstance(context, int) and context < spec.max_length:
-        found.add(SILENT, f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens "
-                  f"the rotary table ends (garbage or a crash)", f"write {spec.max_length}")  # fmt: skip
+        what = f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens the "
+        found.add(SILENT, what + "rotary table ends (garbage, or a crash)", f"write {spec.max_length}")
+    if "rope_theta" not in seen and not (isinstance(rope, dict) and "rope_theta" in rope):
+        what = f"no rope_theta: the runtime takes 10000, and the target's is {spec.rope_theta:g}"
+        found.add(NOTE, what, "write the one that the head was trained with")
 
 
 def _renamed(kind: str, dialect: Dialect, tensors: Mapping[str, Tensor], found: Reading) -> dict[str, Tensor]:
     """The tensors by the names that eyas writes, those only that the runtime finds."""
     prefixed = [name for name in tensors if name.startswith("model.")]
     if prefixed and not dialect.strips_model:
-        found.add(FAILS, f"names begin with 'model.' ({prefixed[0]}), and {dialect.title} puts that before every name itself",
+        found.add(FAILS, f"names begin with 'model.' ({prefixed[0]}), and {dialect.title} puts that there itself",
                   "leave it out")  # fmt: skip
     layers = layer_count(name.removeprefix("model.") for name in tensors)
     named, idle = {}, []
@@ -148,8 +153,8 @@ def _renamed(kind: str, dialect: Dialect, tensors: Mapping[str, Tensor], found: 
             name = f"midlayer.{rest}" if kind == "eagle3" and layers == 1 else f"layers.{number}.{rest}"
         named[name] = tensor
     if idle:
-        found.add(SILENT, f"{', '.join(idle)}: {dialect.title} norms by {dialect.later_norm} there, and leaves that as it was "
-                  f"initialised", f"name it {dialect.later_norm}")  # fmt: skip
+        what = f"{', '.join(idle)}: {dialect.title} norms by {dialect.later_norm} there, which stays as initialised"
+        found.add(SILENT, what, f"name it {dialect.later_norm}")
     return named
 
 
@@ -172,8 +177,6 @@ def _block(dialect: Dialect, seen: Mapping[str, object], bias: bool, double: boo
     head_dim = int(_number(seen, "head_dim", found, shared)) if dialect.split_head_dim else shared
     rope = seen.get("rope_parameters") or seen.get("rope_scaling")
     given = {**(rope if isinstance(rope, dict) else {}), **seen}
-    if "rope_theta" not in given:
-        found.add(NOTE, "no rope_theta: the runtime takes 10000", "write the one that the head was trained with")
     return BlockConfig(
         width=width,
         attention_width=2 * width if double else width,
@@ -207,7 +210,7 @@ def _eagle(
 def _judge_layers(dialect: Dialect, seen: Mapping[str, object], layers: int, found: Reading) -> None:
     told = seen["num_hidden_layers"]
     if dialect.believes_layers and told != layers:
-        found.add(FAILS, f"num_hidden_layers is {told} and the tensors are those of {layers}: the runtime builds {told}, and "
+        found.add(FAILS, f"num_hidden_layers is {told} and the tensors are of {layers}: the runtime builds {told}, and "
                   f"what has no tensor is left as it was initialised", f"write {layers}")  # fmt: skip
     elif layers > dialect.most_layers:
         found.add(
@@ -226,11 +229,19 @@ def _eagle3(
     target_width = int(_number(seen, "target_hidden_size", found, block.width))
     if target_width != spec.width:
         missing = "" if seen.get("target_hidden_size") else " (target_hidden_size is missing)"
-        found.add(FAILS, f"the runtime takes the target's states as {target_width} wide{missing}, and they are {spec.width}",
+        found.add(FAILS, f"it takes the target's states as {target_width} wide{missing}, and they are {spec.width}",
                   f"write target_hidden_size {spec.width}")  # fmt: skip
+    if spec.family not in dialect.families:
+        found.add(FAILS, f"it does not hand out the inner states of {spec.family} targets", "another runtime")
     if len(reads) != count:
         found.add(FAILS, f"the runtime hands out {len(reads)} states {list(reads)}, and its fc is made for {count}",
                   f"write num_aux_hidden_states {len(reads)}, and {len(reads)} layer ids")  # fmt: skip
+    if dialect.skips_fc and count * target_width == block.width:
+        found.add(
+            FAILS, "the states together are as wide as the head, and the runtime then leaves fc out", "another runtime"
+        )
+    if dialect.ties and seen.get("tie_word_embeddings"):
+        found.add(FAILS, "tie_word_embeddings is on: the runtime takes embed_tokens for lm_head", "write false")
     ids_Q, draft_size = _draft_vocabulary(dialect, seen, named, found)
     own = _keeps_rows(dialect, named, block.width, target_width, target.embedding_VD, found)
     taken = switches_taken(dialect, seen)
@@ -262,13 +273,13 @@ def states_taken(
     num = num if dialect.states[0] != dialect.states[1] else dialect.states[0]
     for key, offset in dialect.ids:
         ids = inner if key == NESTED_IDS else seen.get(AUX_IDS)
-        if isinstance(ids, list) and ids:
-            reads = tuple(sorted({int(i) + offset for i in ids}))
+        if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
+            reads = tuple(sorted({i + offset for i in ids}))
             if min(reads) < 0 or max(reads) >= spec.num_layers:
-                found.add(FAILS, f"{key} {ids} names layers that the target of {spec.num_layers} layers does not hand out",
+                found.add(FAILS, f"{key} {ids} names what the target of {spec.num_layers} layers does not hand out",
                           "write those that the head was trained on, without the last layer")  # fmt: skip
             return reads, num
-    usual = default_reads(spec.num_layers)
+    usual = default_reads(max(3, spec.num_layers))
     if dialect.ids:
         wanted = " or ".join(key for key, _ in dialect.ids)
         found.add(NOTE, f"no layer ids where the runtime looks ({wanted}): it falls into the states {list(usual)}",
@@ -299,23 +310,24 @@ def _draft_vocabulary(
         what = "is null: the target's output rows are used" if "draft_vocab_size" in seen else "is missing"
         found.add(FAILS, f"draft_vocab_size {what}", "write the number of rows of lm_head")
     size = int(_number(seen, "draft_vocab_size", found, vocab_size))
-    if told is None and size != len(named.get("lm_head.weight", ())):
+    rows = named.get("lm_head.weight")
+    if told is None and rows is not None and [size] != list(rows.shape[:1]):
         found.add(FAILS, f"draft_vocab_size is missing and taken as {size}, lm_head has other rows", "write it")
     offsets = named.get("d2t")
     whole = size == vocab_size
     if offsets is None:
         if not whole:
-            found.add(SILENT, f"no d2t: draft token i counts as token i, and the head drafts over {size} of {vocab_size}",
+            found.add(SILENT, f"no d2t: draft token i counts as token i, though the head has {size} of {vocab_size}",
                       "write d2t (distances)")  # fmt: skip
-            return torch.arange(size), size
+            return torch.arange(size, device="cpu"), size
         return None, size
     if whole and dialect.refuses_unknown and not dialect.permuted_vocabulary:
         found.add(FAILS, "d2t is in the file though the vocabularies are of one size, and has no place", "leave it out")
         return None, size
-    if len(offsets) != size:
-        found.add(FAILS, f"d2t has {len(offsets)} entries and draft_vocab_size is {size}", "write them alike")
+    if offsets.shape != (size,):
+        found.add(FAILS, f"d2t has shape {list(offsets.shape)} and draft_vocab_size is {size}", "write them alike")
         return None, size
-    ids_Q = torch.arange(size) + offsets.long()
+    ids_Q = torch.arange(size, device="cpu") + offsets.long()
     if int(ids_Q.min()) < 0 or int(ids_Q.max()) >= vocab_size or len(ids_Q.unique()) != size:
         absolute = " It seems to hold tokens, not distances" if len(offsets.unique()) == size else ""
         found.add(FAILS, f"d2t names tokens outside 0 to {vocab_size - 1} or one token twice.{absolute}",
@@ -335,20 +347,20 @@ def _keeps_rows(
     rows = named.get("embed_tokens.weight")
     if rows is None:
         if width != embedding_VD.shape[1]:
-            found.add(FAILS, f"the head is {width} wide, the target's embedding {embedding_VD.shape[1]}, and the file has none",
-                      "write embed_tokens.weight")  # fmt: skip
+            what = f"the head is {width} wide, the target's rows {embedding_VD.shape[1]}, and the file has none"
+            found.add(FAILS, what, "write embed_tokens.weight")
         return False
     if width != target_width:
         return True
     if rows.shape == embedding_VD.shape and _unlike(rows.float(), embedding_VD.float()):
-        found.add(SILENT, "embed_tokens.weight is in the file and bears no likeness to the target's rows: was it ever trained?",
+        found.add(SILENT, "embed_tokens.weight bears no likeness to the target's rows: was it ever trained?",
                   "leave it out")  # fmt: skip
     return dialect.narrow_rows
 
 
 def _unlike(rows_VD: Tensor, target_VD: Tensor) -> bool:
     """Do rows point elsewhere than the target's? Random ones have a cosine near 0."""
-    sample = torch.linspace(0, len(rows_VD) - 1, min(512, len(rows_VD))).long()
+    sample = torch.linspace(0, len(rows_VD) - 1, min(512, len(rows_VD)), device="cpu").long()
     return float(torch.cosine_similarity(rows_VD[sample], target_VD[sample], dim=-1).mean()) < 0.5
 
 
@@ -371,41 +383,50 @@ def _fill(head: Eagle | Eagle3, dialect: Dialect, named: Mapping[str, Tensor], f
         found.add(FAILS, f"{', '.join(idle)}: the runtime has no place for them", "leave them out, or another runtime")
     elif idle:
         found.add(SILENT, f"{', '.join(idle)}: the runtime passes them over", "another runtime, or a head without them")
-    state, missing = head.state_dict(), []
-    generator = torch.Generator().manual_seed(0)
+    state: dict[str, Tensor] = {}
+    made, missing = head.state_dict(), []
     for name, key in own.items():
         tensor = named.get(name)
         if tensor is None:
             missing.append(name)
-            if state[key].dim() > 1 or name.endswith("bias"):
-                size = state[key].shape[-1] ** -0.5
-                state[key] = size * (2 * torch.rand(state[key].shape, generator=generator) - 1)
-        elif tensor.shape != state[key].shape:
-            found.add(FAILS, f"{name} is {list(tensor.shape)}, and the runtime makes it {list(state[key].shape)} by the config",
-                      "make the config's sizes those of the tensors")  # fmt: skip
+        elif tensor.shape != made[key].shape:
+            what = f"{name} is {list(tensor.shape)}, by the config the runtime makes it {list(made[key].shape)}"
+            found.add(FAILS, what, "make the config's sizes those of the tensors")
         else:
-            state[key] = tensor.float()
-    if "lm_head.weight" in missing and isinstance(head, Eagle3) and state["lm_head.weight"].shape == head.head_VD.shape:
+            state[key] = tensor.float().clone()  # in memory of its own, like any parameter
+    if "lm_head.weight" in missing and isinstance(head, Eagle3) and made["lm_head.weight"].shape == head.head_VD.shape:
         missing.remove("lm_head.weight")
-        state["lm_head.weight"] = head.head_VD
+        state["lm_head.weight"] = head.head_VD  # shared
     if missing:
-        found.add(SILENT, f"{', '.join(missing)}: not in the file, and left as initialised (norms 1, the rest at random)",
+        found.add(SILENT, f"{', '.join(missing)}: not in the file, left as initialised (norms 1, the rest at random)",
                   "write them; zeros where the head has none")  # fmt: skip
     if not found.fails:
-        head.load_state_dict(state)
+        head.load_state_dict(
+            state | {own[name]: _initialised(name, made[own[name]].shape) for name in missing}, assign=True
+        )
+
+
+def _initialised(name: str, shape: torch.Size) -> Tensor:
+    """A parameter as torch makes it, roughly: norms at one, the rest uniform within 1 / sqrt(width)."""
+    if len(shape) == 1 and not name.endswith("bias"):
+        return torch.ones(shape)
+    return (2 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1) * shape[-1] ** -0.5
 
 
 def differences(ours: Eagle | Eagle3, theirs: Eagle | Eagle3) -> list[Finding]:
     """What the runtime drafts with otherwise than eyas: settings that came out differently."""
     found = []
     left, right = ({**asdict(h.config), **asdict(h.config.block)} for h in (ours, theirs))
-    for key in left.keys() & right.keys() - {"block", "steps", "noise", "window", "own_embedding"}:
+    for key in left.keys() & right.keys() - _NO_DIFFERENCE:
         if left[key] != right[key]:
-            found.append(Finding(SILENT, f"{_WORDS.get(key, key)}: the runtime takes {_shown(right[key])}, the head is made "
-                                 f"for {_shown(left[key])}", _FIXES.get(key, "write it where the runtime looks")))  # fmt: skip
+            what = f"{_WORDS.get(key, key)}: the runtime takes {_shown(right[key])}, the head is made for "
+            fix = _FIXES.get(key, "write it where the runtime looks")
+            found.append(Finding(SILENT, what + str(_shown(left[key])), fix))
     return sorted(found, key=lambda finding: finding.what)
 
 
+# Settings of training or of decoding; and biases and rows, which the tensors' own findings tell of.
+_NO_DIFFERENCE = {"block", "steps", "noise", "window", "own_embedding", "fc_bias", "qkv_bias"}
 _WORDS = {"reads": "the states that the head reads", "norm_eps": "rms_norm_eps"}
 _FIXES = {
     "reads": "write the layer ids in the runtime's own meaning (eyas export)",

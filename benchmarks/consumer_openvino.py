@@ -1,0 +1,62 @@
+"""OpenVINO GenAI for benchmarks/consumers.py: one JSON object in, one out.
+
+Run by an environment that has openvino-genai and not eyas: `python consumer_openvino.py THREADS`. Target and head are
+folders of IR. Answers every prompt greedily, without a head and with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import openvino_genai
+
+
+def main() -> None:
+    request, threads = json.loads(sys.stdin.read()), int(sys.argv[1])
+    name_layers(request["head"], request["leaving"])
+    found: dict[str, object] = {"version": f"OpenVINO GenAI {openvino_genai.__version__}"}
+    # in float32, where this CPU would choose bfloat16
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    for way in ("plain", "drafted"):
+        more = {}
+        if way == "drafted":
+            more["draft_model"] = openvino_genai.draft_model(request["head"], "CPU", **settings)
+        pipeline = openvino_genai.LLMPipeline(request["target"], "CPU", **more, **settings)
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.do_sample = request["max_new_tokens"], False
+        config.stop_token_ids = set(request["end"])
+        if way == "drafted":
+            config.num_assistant_tokens = request["chain"]
+        answers, accepted = [], 0
+        for tokens in request["prompts"]:
+            result = pipeline.generate(ov.Tensor(np.array([tokens], np.int64)), config)
+            answers.append([int(token) for token in result.tokens[0]])
+            if way == "drafted":
+                accepted += int(result.extended_perf_metrics.get_num_accepted_tokens())
+        found[way] = answers
+        if way == "drafted":
+            # each round gives one token of the target's own beside those accepted; the prompt's forward gives one too
+            found["accepted"] = accepted
+            found["rounds"] = sum(len(answer) - 1 for answer in answers) - accepted
+        del pipeline
+    print(json.dumps(found))
+
+
+def name_layers(folder: str, leaving: list[int]) -> None:
+    """Write the layers that a head's states leave into its IR. GenAI would take 2, N/2 and N-3 else, where EAGLE-3
+    heads are trained on the states that *enter* those."""
+    path = Path(folder) / "openvino_model.xml"
+    model = ov.Core().read_model(path)
+    model.set_rt_info(leaving, ["hidden_layers_list"])
+    ov.save_model(model, path.with_name("named.xml"), compress_to_fp16=False)
+    del model
+    for end in (".xml", ".bin"):
+        path.with_name(f"named{end}").replace(path.with_suffix(end))
+
+
+if __name__ == "__main__":
+    main()
