@@ -143,8 +143,8 @@ def by_openvino(
 def by_llama(
     arguments: argparse.Namespace, request: Mapping[str, object], scratch: Path, model: Model
 ) -> dict[str, object] | None:
-    """llama.cpp's example program, once a prompt: it prints how many tokens were drafted and accepted. Plain is the same
-    program with a bar that no draft passes."""
+    """llama.cpp's example program, once a prompt: it prints how many tokens were drafted and accepted. Plain is the
+    same program with a bar that no draft passes."""
     if not (arguments.llama and arguments.gguf):
         return None
     head = exported(arguments, "gguf", scratch) + "/head.gguf"

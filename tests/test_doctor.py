@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eyas import doctor
 from eyas.checkpoint import save_head
-from eyas.doctor import compare, diagnose, doubt
+from eyas.doctor import DEPTH, compare, diagnose, doubt
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
 from eyas.exports import export
@@ -189,6 +189,14 @@ def test_a_sound_head_has_no_findings(split: EagerTarget, tmp_path: Path, runtim
     assert record["acceptance_by_depth"] == record["acceptance_by_depth_there"]
 
 
+def test_a_target_whose_states_a_runtime_keeps_to_itself(tmp_path: Path) -> None:
+    gemma = tiny_target(torch.float32, layers=LAYERS, family="gemma3_text")
+    export(made(gemma), "sglang", gemma.spec, tmp_path, torch.float32, EXTRA)
+    assert judged(gemma, changed(tmp_path, {}), "sglang")["verdict"] == "works"
+    record = judged(gemma, tmp_path, "vllm")
+    assert record["verdict"] == "fails" and "inner states of gemma3_text" in record["findings"][0]["what"]
+
+
 def test_settings_that_do_not_reach_a_runtime_are_named_for_our_own_heads(target: EagerTarget, tmp_path: Path) -> None:
     save_head(made(target, fc_norm=True), tmp_path, {"family": "llama"}, "a head\n")
     record = judged(target, tmp_path, "gguf")
@@ -249,6 +257,21 @@ def test_a_comparison_counts_what_the_target_wrote(target: EagerTarget) -> None:
     record = compare(head, head, target, [(text, 1)])
     assert record["places"] == 7
     assert record["acceptance_by_depth"] == [round(4 / 7, 4), round(2 / 7, 4), round(1 / 7, 4)]
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_a_head_that_read_all_at_once(target: EagerTarget) -> None:
+    head, (tokens, start) = made(target), TEXTS[0]
+    states_TLD = doctor._states(target, tokens, head.reads)
+    drafts = doctor._drafts(head, tokens, start, states_TLD)
+    assert len(drafts) == len(tokens) - DEPTH - start
+    for row, i in enumerate(range(start, len(tokens) - DEPTH)):
+        state = head.new_state()
+        head.observe(state, tokens[1 : i + 1], states_TLD[:i], 1)  # up to the pair (state of i - 1, token i)
+        for step, token in enumerate(tokens[i + 1 : i + 1 + DEPTH]):
+            expected = head.lm_head(head.norm(state.hidden_RD[-1]))
+            torch.testing.assert_close(drafts[row, step], expected, rtol=1e-4, atol=1e-4)
+            head.expand(state, [step], [token], 1)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
