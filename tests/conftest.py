@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_target, tiny_tokenizer
 
 from eyas.checkpoint import save_head, target_fingerprint
-from eyas.train import new_head
+from eyas.initial import new_head
 
 BYTES = 260  # 256 bytes and four special tokens
 

@@ -239,6 +239,75 @@ def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, 
     assert run_json(capsys, *target, "--head", str(out))["token_ids"] == run_json(capsys, *target)["token_ids"]
 
 
+def answers_file(path: Path, count: int = 8) -> str:
+    lines = [json.dumps({"prompt_ids": [1, 9, i + 4], "response_ids": [40 + i, 50, 60, 2]}) for i in range(count)]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_train_by_a_recipe(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    """A recipe's keys are flags, and flags beside it win."""
+    recipe = tmp_path / "recipe.toml"
+    settings = {"kind": "medusa", "target": str(folder / "target"), "answers": answers_file(tmp_path / "a.jsonl"),
+                "out": str(tmp_path / "medusa"), "dtype": "float32", "draft_vocab": 64, "steps": 3, "shard_mb": 1,
+                "learning-rate": 1e-3, "validate_prompts": 1, "tensorboard": False}  # fmt: skip
+    text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+    recipe.write_text(text)
+    record = run_json(capsys, "train", "--steps", "2", "--recipe", str(recipe))
+    assert (record["kind"], record["steps"]) == ("medusa", 2)
+    assert record["tau"] is not None and record["serving_difference"] < 1e-3
+    target = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--max-new-tokens", "9")
+    for backend in ("eager", *(("native",) if native.cpu_features() else ())):
+        decode = (*target, "--backend", backend)
+        drafted = run_json(capsys, *decode, "--head", str(tmp_path / "medusa"))
+        assert drafted["token_ids"] == run_json(capsys, *decode)["token_ids"]
+    assert run_json(capsys, "inspect", "--head", str(tmp_path / "medusa"))["head"]["kind"] == "medusa"
+    assert "own layout" in refused(
+        capsys, "export", "--head", str(tmp_path / "medusa"), "--target", str(folder / "target"), "--to", "vllm",
+        "--out", str(tmp_path / "e"),
+    )  # fmt: skip
+    for line, message in (("epochs = [1]", "epochs must be"), ("steps 3", "cannot read"), ("epochs = 3", "--epochs=3")):
+        recipe.write_text(text + line)
+        assert message in refused(capsys, "train", "--recipe", str(recipe))
+    assert "cannot read the recipe" in refused(capsys, "train", "--recipe=" + str(tmp_path / "none.toml"))
+    assert "cannot read the recipe" in refused(capsys, "train", "--recipe")
+
+
+def test_train_on_from_a_head(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    """Its weights, a fresh optimiser: with a learning rate of nearly nothing it stays what it was."""
+    answers, start = answers_file(tmp_path / "a.jsonl"), str(folder / "eagle3")
+    common = ("train", "--target", str(folder / "target"), "--answers", answers, "--dtype", "float32", "--start", start)
+    out = tmp_path / "on"
+    run_json(capsys, *common, "--out", str(out), "--steps", "2", "--learning-rate", "1e-12", "--ttt-steps", "2")
+    before, after = (load_file(path / "model.safetensors") for path in (folder / "eagle3", out))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, rtol=1e-2, atol=1e-6)
+    assert "of kind eagle3" in refused(capsys, *common, "--out", str(tmp_path / "x"), "--kind", "eagle")
+    assert "tensorboard" in refused(capsys, *common, "--out", str(tmp_path / "y"), "--tensorboard")
+    assert "torchrun" in refused(capsys, *common, "--out", str(tmp_path / "z"), "--shard-target")
+
+
+@pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")
+@pytest.mark.parametrize(("kind", "dtype"), [("eagle3", "int8"), ("eagle", "bfloat16"), ("medusa", "int8")])
+def test_train_on_the_states_that_will_serve(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    out = tmp_path / "head"
+    common = ("--target", str(folder / "target"), "--backend", "native", "--dtype", dtype)
+    record = run_json(
+        capsys, "train", *common, "--answers", answers_file(tmp_path / "a.jsonl"), "--out", str(out), "--kind", kind,
+        "--steps", "2", "--draft-vocab", "64", "--features", str(tmp_path / "states"), "--validate-tree", "chain:2",
+    )  # fmt: skip
+    assert record["tau"] is not None and record["serving_difference"] < 1e-3
+    assert json.loads((out / "config.json").read_text())["eyas_target"]["dtype"] == dtype
+    assert f"native back end, {dtype}" in (out / "card.md").read_text()
+    states = load_file(tmp_path / "states" / "states-00000.safetensors")["states"]
+    assert states.dtype == torch.bfloat16
+    decode = ("generate", *common, "--prompt", "x", "--max-new-tokens", "9")
+    assert run_json(capsys, *decode, "--head", str(out))["token_ids"] == run_json(capsys, *decode)["token_ids"]
+
+
 def test_train_a_head_of_two_layers(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     answers = tmp_path / "answers.jsonl"
     answers.write_text(
@@ -252,7 +321,7 @@ def test_train_a_head_of_two_layers(capsys: pytest.CaptureFixture[str], folder: 
     assert "1 to 5" in refused(capsys, *common, "--layers", "6")
     assert "EAGLE-1" in refused(capsys, *common, "--layers", "2", "--kind", "eagle")
     run_json(capsys, *common, "--layers", "2")
-    assert (Path(out) / "card.md").read_text().startswith("# eagle3 head of 2 layers for ")
+    assert "layers: 2" in (Path(out) / "card.md").read_text()
     found = run_json(capsys, "inspect", "--head", out)["head"]
     assert (found["layers"], found["switches"]) == (2, [])
     for backend in ("eager", *(("native",) if native.cpu_features() else ())):

@@ -259,7 +259,9 @@ class Case:
         return self.some(flags, 6)
 
     def command(self) -> list[str]:
-        kind = self.rng.choices(["generate", "bench", "demo", "inspect", "train", "other"], [60, 15, 5, 10, 3, 7])[0]
+        kind = self.rng.choices(
+            ["generate", "bench", "demo", "inspect", "train", "prepare", "other"], [56, 15, 5, 10, 3, 4, 7]
+        )[0]
         argv = [kind, *getattr(self, kind)()]
         if self.rng.random() < 0.5:
             argv.append("--json")
@@ -324,6 +326,25 @@ class Case:
         out = self.value(["out"], [*self.places["answers"], *self.places["root"], "out/" * 400, "/dev/null/x"])
         argv += ["--answers", self.place("answers"), "--out", out, "--target", self.place("target")]
         return [*argv, "--steps", self.value(["1", "2"], ["0", "-1", "1e9"])]
+
+    def prepare(self) -> list[str]:
+        flags = {
+            "--backend": lambda: self.value(["auto", "eager"], ["gpu"]),
+            "--dtype": lambda: self.value(["float32", "float64"], ["int4", "float16"]),
+            "--limit": lambda: self.value(["1", "3"], ["0", "x"]),
+            "--temperatures": lambda: self.value(["0", "0,0.8", "1"], ["", ",", "nan", "0,-1", "inf", "9" * 30]),
+            "--max-new-tokens": lambda: self.value(["1", "4"], ["0", "1000001"]),
+            "--seed": lambda: self.value(["0", "-5"], ["9223372036854775808", "1.5"]),
+            "--batch": lambda: self.value(["1", "3", "1000000"], ["0"]),
+            "--show": lambda: self.value(["1", "9"], ["0"]),
+            "--keep-answers": lambda: "",
+            "--endpoint": lambda: self.value(["localhost", "ftp://x", "http://a b"]),  # none that would be waited for
+            "--model": lambda: self.value(["served", ""]),
+        }
+        argv = [part for part in self.some(flags, 5) if part]
+        out = self.value(["made"], [*self.places["answers"], *self.places["root"], "made/" * 400, "/dev/null/x"])
+        argv += ["--prompts", self.value(self.places["workload"]), "--out", out, "--target", self.place("target")]
+        return ["--max-new-tokens", "4", "--limit", "3", *argv]
 
     def other(self) -> list[str]:
         """No command at all, one that does not exist, or one without its flags."""

@@ -21,10 +21,10 @@ from eyas.doctor import DEPTH, compare, diagnose, doubt
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
 from eyas.exports import export
+from eyas.initial import new_head
 from eyas.layouts import AUX_IDS
 from eyas.readers import FAILS, NOTE, SILENT, differences, simulate
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 
 LAYERS = 8
 TEXTS = [([1, 8, 4, 4, 30, 17, 55, 2, 9, 41, 12, 33, 6], 5), ([1, 20, 3, 47, 11, 9, 8, 40, 21], 4)]

@@ -24,11 +24,11 @@ from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError
 from eyas.exports import check, export, serve_command
 from eyas.formats import build_head, read_head
+from eyas.initial import new_head
 from eyas.layouts import AUX_IDS
 from eyas.targets.base import TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads
-from eyas.train import new_head
 
 FOLDERS = [name for name in DIALECTS if name != "gguf"]
 KNOWN = [token for token in range(VOCAB) if token % 7]

@@ -16,7 +16,7 @@ from eyas.errors import InputError
 from eyas.features import Stored, Streamed, store
 from eyas.tree import Tree
 
-SEQUENCES = [Sequence(tuple((7 * i + j) % VOCAB for j in range(5 + i)), 2 + i % 3) for i in range(11)]
+SEQUENCES = [Sequence(tuple((7 * i + j) % VOCAB for j in range(5 + i)), ((2 + i % 3, 5 + i),)) for i in range(11)]
 READS = (1, 2, 4)
 
 
@@ -62,7 +62,7 @@ def test_answers_are_read_and_cut(tmp_path: Path) -> None:
     lines = [{"prompt_ids": [1, 2], "response_ids": [3, 4, 5]}, {"prompt_ids": [1, 2, 3, 4], "response_ids": [5]}]
     path = tmp_path / "answers.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
-    assert list(read_answers(path, VOCAB, 4)) == [Sequence((1, 2, 3, 4), 2)]
+    assert list(read_answers(path, VOCAB, 4)) == [Sequence((1, 2, 3, 4), ((2, 4),))]
     assert len(list(read_answers(path, VOCAB, 99, limit=1))) == 1
 
 
@@ -92,3 +92,15 @@ def test_unreadable_answers(tmp_path: Path) -> None:
     for name in ("missing.jsonl", "broken.jsonl.gz"):
         with pytest.raises(InputError, match="cannot read"):
             list(read_answers(tmp_path / name, VOCAB, 99))
+
+
+def test_the_best_token_is_the_target_s_own(tmp_path: Path) -> None:
+    """At the places before answer tokens, from the logits of the whole sequence; nowhere else."""
+    target = tiny_target()
+    sequence = Sequence(tuple(range(3, 15)), ((0, 2), (5, 8), (11, 12)))
+    logits_TV = target.verify([(target.new_cache(), Tree.chain(sequence.tokens))])[0].logits_NV
+    best = logits_TV.argmax(-1).tolist()
+    expected = [best[t] if t in (0, 4, 5, 6, 10) else -1 for t in range(12)]
+    streamed = Streamed(target, [sequence], READS)
+    assert streamed.batch([0])[0].best_T.tolist() == expected
+    assert store(target, [sequence], READS, tmp_path, {}).batch([0])[0].best_T.tolist() == expected

@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_target
 from eyas.checkpoint import load_head, load_target, save_head
 from eyas.errors import InputError
 from eyas.formats import build_head, read_head
-from eyas.train import new_head
+from eyas.initial import new_head
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -21,11 +21,11 @@ from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
 from eyas.grammar import Grammar
+from eyas.initial import new_head
 from eyas.measure import Answer, alpha_by_depth, tau, timed
 from eyas.policies import Chain, Policy, parse_policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop, walk
 

@@ -19,13 +19,13 @@ from eyas.drafters.lookup import Lookup
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError
 from eyas.generate import Memory, Request, generate, generate_many, generate_plain
+from eyas.initial import new_head
 from eyas.measure import timed
 from eyas.model import Model
 from eyas.policies import Chain, parse_policy
 from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop
 

@@ -25,13 +25,13 @@ from eyas import native
 from eyas.drafters.native import NativeDrafter
 from eyas.errors import InputError, Unsupported
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
+from eyas.initial import new_head
 from eyas.measure import timed
 from eyas.policies import Sampled, parse_policy
 from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget, pack_target
-from eyas.train import new_head
 from eyas.tree import Tree
 from eyas.verify import Stop
 

@@ -17,8 +17,8 @@ from tiny import FAMILY_SETTINGS, tiny_target
 from eyas import native, packed
 from eyas.drafters.native import NativeDrafter
 from eyas.errors import InputError
+from eyas.initial import new_head
 from eyas.targets.native import NativeTarget, pack_target
-from eyas.train import new_head
 from eyas.tree import Tree
 
 if native.cpu_features() is None:

@@ -18,12 +18,12 @@ import eyas.verify
 from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError
 from eyas.generate import generate, generate_plain
+from eyas.initial import new_head
 from eyas.measure import tau, timed
 from eyas.policies import Policy, Sampled, grow, parse_policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target, Verified
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 from eyas.tree import DraftLaw, Tree
 from eyas.verify import Stop
 

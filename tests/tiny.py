@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from eyas import native
 from eyas.drafters.eagle3 import Eagle3
+from eyas.initial import new_head
 from eyas.targets.eager import EagerTarget
-from eyas.train import new_head
 
 VOCAB = 61
 needs_core = pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")

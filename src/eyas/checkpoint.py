@@ -24,17 +24,27 @@ from typing import Any, cast
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from eyas import native, packed
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
+from eyas.drafters.medusa import Medusa
 from eyas.drafters.native import NativeDrafter
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
+from eyas.files import write_text
 from eyas.formats import build_head, read_head, write_head
+from eyas.initial import Head, copy_of
 from eyas.layouts import HeadFile, states_read
-from eyas.targets.base import Target
+from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
 from eyas.targets.native import Description, NativeTarget, pack_target
@@ -116,9 +126,7 @@ def load_native(name: str, weights: str) -> tuple[NativeTarget, PreTrainedTokeni
     """
     native.core()
     folder = target_folder(name)
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
-    digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
-    path = cache_folder() / "packed" / f"{folder.name}-{digest.hexdigest()[:16]}-{weights}-{_PACKED_LAYOUT}.safetensors"
+    path = cache_folder() / "packed" / f"{_identity(folder)}-{weights}-{_PACKED_LAYOUT}.safetensors"
     if not path.is_file():
         target, _ = load_target(name)
         packed.write(path, *pack_target(target, weights))
@@ -144,6 +152,32 @@ def _load_model(folder: Path, **settings: object) -> PreTrainedModel:
     return model
 
 
+def _identity(folder: Path) -> str:
+    """A name for a model's folder that changes with its files."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
+    return f"{folder.name}-{digest.hexdigest()[:16]}"
+
+
+def load_outline(name: str) -> tuple[TargetSpec, PreTrainedTokenizerBase]:
+    """A target's figures and tokenizer, without its weights: for those that something else runs.
+
+    Raises:
+        InputError: as `load_target`.
+    """
+    folder = target_folder(name)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        family_of(config.model_type, config.to_dict().get("rope_parameters") or {})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        return EagerTarget(model, name).spec, AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever the readers of somebody's files stumble over
+        raise InputError(f"cannot load the target {name!r}: {one_line(error)}") from error
+
+
 def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """What a head is made for: the target's family and dtype, digests of its weights, tokenizer and chat template."""
     digest = hashlib.sha256()
@@ -151,15 +185,37 @@ def target_fingerprint(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) 
         # rounded first, so that one model loaded in float32 and in bfloat16 is one model
         digest.update(name.encode())
         digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy().data)
+    return {"weights": digest.hexdigest()[:16], **outline_fingerprint(target.spec, tokenizer)}
+
+
+def outline_fingerprint(spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """`target_fingerprint` without the weights."""
     vocabulary = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
     template = hashlib.sha256(str(tokenizer.chat_template).encode())
     return {
-        "family": target.spec.family,
-        "weights": digest.hexdigest()[:16],
-        "dtype": str(target.spec.dtype).removeprefix("torch."),
+        "family": spec.family,
+        "dtype": str(spec.dtype).removeprefix("torch."),
         "tokenizer": vocabulary.hexdigest()[:16],
         "chat_template": template.hexdigest()[:16],
     }
+
+
+def named_fingerprint(name: str, spec: TargetSpec, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """`target_fingerprint` of a target by its name, in the dtype of `spec`. Its weights are read the first time, and
+    their digest is kept in the cache folder.
+
+    Raises:
+        InputError: as `load_target`.
+    """
+    path = cache_folder() / "fingerprints" / f"{_identity(target_folder(name))}.json"
+    try:
+        weights = str(json.loads(path.read_text())["weights"])
+    except (OSError, ValueError, KeyError, TypeError):
+        found = target_fingerprint(load_target(name, torch.bfloat16)[0], tokenizer)
+        weights = found["weights"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"weights": weights}) + "\n")
+    return {"weights": weights, **outline_fingerprint(spec, tokenizer)}
 
 
 def shipped_heads() -> list[str]:
@@ -237,31 +293,42 @@ def head_folder(name: str) -> Path:
                      f"{', '.join(shipped_heads())}")  # fmt: skip
 
 
-def load_head(name: str, target: EagerTarget) -> Eagle | Eagle3:
+def load_head(name: str, target: EagerTarget) -> Head:
     """A head that drafts for `target`, in its dtype and on its device.
 
     Raises:
         InputError: no such head, a broken one, or one whose sizes are not those of the target.
     """
-    return _read_head(name, target).to(target.spec.device, target.spec.dtype).eval().requires_grad_(False)
+    return copy_of(read_head_for(name, target), target.spec.dtype)
 
 
-def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Eagle | Eagle3:
+def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Head:
     """A head that drafts for `target` on the native core, its weights in the target's form; in PyTorch and float32
     where the core does not know what the head does.
 
     Raises:
         InputError: as `load_head`.
     """
-    head = _read_head(name, target).eval().requires_grad_(False)
-    ids_Q = None
-    if isinstance(head, Eagle):
-        # an EAGLE-1 head multiplies by the target's own rows: some of them do, the most frequent ones of a shipped list
-        ids_Q = frequent_tokens(name, target)
+    head = read_head_for(name, target)
+    # an EAGLE-1 head multiplies by the target's own rows: some of them do, the most frequent ones of a shipped list
+    return serving(head, target, frequent_tokens(name, target) if isinstance(head, Eagle) else None)
+
+
+def serving(head: Head, target: Target[Any], ids_Q: Tensor | None = None) -> NativeDrafter | Head:
+    """A drafter of a head's weights as they stand, on the target's back end.
+
+    On the native core in the target's form of weights, in PyTorch and float32 where the core does not know what the
+    head does. `ids_Q`: the tokens that an EAGLE-1 head drafts over there; None: all.
+    """
+    if target.spec.backend != "native":
+        return copy_of(head, target.spec.dtype)
+    head = copy_of(head, torch.float32)
     try:
-        return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+        if not isinstance(head, Medusa):
+            return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
     except Unsupported:
-        return head
+        pass
+    return head
 
 
 def save_vocabulary(folder: Path, ids_Q: Tensor) -> None:
@@ -290,18 +357,34 @@ def frequent_tokens(name: str, target: Target) -> Tensor | None:
     return torch.tensor(ids)
 
 
-def _read_head(name: str, target: Target) -> Eagle | Eagle3:
-    return open_head(name, target)[1]
-
-
 def open_head(name: str, target: Target) -> tuple[HeadFile, Eagle | Eagle3, str]:
-    """A head's file; the head in float32 over the target's embedding and output rows, checked against the target; and
-    a sentence on how the states that it reads were found.
+    """The file of an EAGLE head; the head, as `read_head_for`; and how the states that it reads were found, in words.
+
+    Raises:
+        InputError: as `load_head`, or a Medusa drafter.
+    """
+    file = read_head(head_folder(name))
+    head = _checked(name, file, target)
+    if isinstance(head, Medusa):
+        raise InputError(f"the head {name!r} is a Medusa drafter, for which eyas has only its own layout")
+    return file, head, states_read(file.config, _usual_reads(file, target))[1]
+
+
+def read_head_for(name: str, target: Target) -> Head:
+    """A head in float32 over the target's embedding and output rows, checked against the target.
 
     Raises:
         InputError: as `load_head`.
     """
-    file = read_head(head_folder(name))
+    return _checked(name, read_head(head_folder(name)), target)
+
+
+def _usual_reads(file: HeadFile, target: Target) -> tuple[int, ...]:
+    num_layers = target.spec.num_layers
+    return default_reads(num_layers) if file.kind == "eagle3" else (num_layers,)
+
+
+def _checked(name: str, file: HeadFile, target: Target) -> Head:
     spec = target.spec
     made_for = file.config.get("eyas_target")
     if isinstance(made_for, dict) and made_for.get("family", spec.family) != spec.family:
@@ -311,15 +394,14 @@ def open_head(name: str, target: Target) -> tuple[HeadFile, Eagle | Eagle3, str]
     if vocab_size != spec.vocab_size:
         raise InputError(f"the head {name!r} was made for a vocabulary of {vocab_size} tokens, and the target "
                          f"{spec.name!r} has {spec.vocab_size}")  # fmt: skip
-    reads = (*default_reads(spec.num_layers),) if file.kind == "eagle3" else (spec.num_layers,)
-    head = build_head(file, target.embedding_VD, target.head_VD, reads)
+    head = build_head(file, target.embedding_VD, target.head_VD, _usual_reads(file, target))
     if max(head.reads) > spec.num_layers or min(head.reads) < 0:
         raise InputError(f"the head {name!r} reads states {list(head.reads)}, and the target {spec.name!r} has states "
                          f"0 to {spec.num_layers}")  # fmt: skip
     if isinstance(head, Eagle3) and head.config.target_width != spec.width:
         raise InputError(f"the head {name!r} fuses states {head.config.target_width} wide, and those of the target "
                          f"{spec.name!r} are {spec.width} wide")  # fmt: skip
-    return file, head, states_read(file.config, reads)[1]
+    return head
 
 
 def open_movable_head(name: str, target: EagerTarget) -> tuple[HeadFile, Eagle | Eagle3, str]:
@@ -345,10 +427,15 @@ def weights_dtype(file: HeadFile) -> torch.dtype:
 
 
 def save_head(
-    head: Eagle | Eagle3, folder: Path, made_for: Mapping[str, str], card: str, dtype: torch.dtype = torch.bfloat16
+    head: Head,
+    folder: Path,
+    made_for: Mapping[str, str],
+    card: str,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_mb: int | None = None,
 ) -> None:
-    """A head in eyas' own folder layout: config, weights, and a card for people."""
-    write_head(head, folder, {"eyas_target": dict(made_for)}, dtype)
+    """A head in eyas' own folder layout: config, weights (in files below `shard_mb` megabytes), a card for people."""
+    write_head(head, folder, {"eyas_target": dict(made_for)}, dtype, shard_mb)
     temporary = folder / "card.md.tmp"
     temporary.write_text(card)
     temporary.rename(folder / "card.md")

@@ -16,11 +16,11 @@ from typing import NoReturn
 import transformers
 
 from eyas import native
-from eyas.commands import bench, demo, export, generate, import_, inspect, train
+from eyas.commands import bench, demo, export, generate, import_, inspect, prepare, train
 from eyas.commands.common import EXIT_FAILED
 from eyas.errors import InputError, one_line
 
-COMMANDS = (demo, generate, bench, inspect, import_, export, train)
+COMMANDS = (demo, generate, bench, inspect, import_, export, prepare, train)
 EXIT_INPUT, EXIT_INTERRUPTED = 2, 130
 
 
@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
-        arguments = _parser().parse_args(_checked(sys.argv[1:] if argv is None else argv))
+        argv = _checked(sys.argv[1:] if argv is None else argv)
+        if argv and argv[0] == "train":
+            argv = [argv[0], *train.with_recipe(argv[1:])]
+        arguments = _parser().parse_args(argv)
         native.ask_threads(arguments.threads)
         return arguments.run(arguments)
     except InputError as error:

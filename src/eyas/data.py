@@ -15,20 +15,50 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from eyas.errors import InputError
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One conversation: `tokens[answer_start:]` is the answer, its end-of-turn token included."""
+    """A conversation. `spans` [a, b) of its tokens, ascending and apart, are the target's own: its answers, end-of-turn
+    tokens included."""
 
     tokens: tuple[int, ...]
-    answer_start: int
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def answer_tokens(self) -> list[int]:
+        """The tokens of all answers."""
+        return [token for a, b in self.spans for token in self.tokens[a:b]]
 
 
 def digest(data: object) -> str:
     """Sixteen hex digits of plain data (numbers, strings, tuples and lists of them)."""
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
+
+
+def pack(sequences: list[Sequence]) -> dict[str, Tensor]:
+    """Sequences as tensors of a file: all tokens, where each sequence begins and the last one ends, and all spans, one
+    row (sequence, first token, last token + 1) each, places counted within the sequence."""
+    lengths = torch.tensor([0, *(len(s.tokens) for s in sequences)])
+    spans = [(i, a, b) for i, s in enumerate(sequences) for a, b in s.spans]
+    return {
+        "tokens": torch.tensor([token for s in sequences for token in s.tokens], dtype=torch.int32),
+        "bounds": lengths.cumsum(0),
+        "spans": torch.tensor(spans, dtype=torch.int32).reshape(-1, 3),
+    }
+
+
+def unpack(tokens: Tensor, bounds: Tensor, spans: Tensor) -> list[Sequence]:
+    """What `pack` packed."""
+    by_sequence: list[list[tuple[int, int]]] = [[] for _ in range(len(bounds) - 1)]
+    for i, a, b in spans.tolist():
+        by_sequence[i].append((a, b))
+    all_tokens, ends = tokens.tolist(), bounds.tolist()
+    return [Sequence(tuple(all_tokens[ends[i] : ends[i + 1]]), tuple(own)) for i, own in enumerate(by_sequence)]
 
 
 def read_answers(path: Path, vocab_size: int, max_length: int, limit: int | None = None) -> Iterator[Sequence]:
@@ -50,7 +80,7 @@ def read_answers(path: Path, vocab_size: int, max_length: int, limit: int | None
                 prompt, answer = _parse(line, f"{path}, line {number}", vocab_size)
                 tokens = (*prompt, *answer)[:max_length]
                 if len(tokens) > max(len(prompt), 2):
-                    yield Sequence(tokens, len(prompt))
+                    yield Sequence(tokens, ((len(prompt), len(tokens)),))
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"cannot read the answers file {path}: {error}") from error
 

@@ -247,7 +247,7 @@ def quality(name: str, answers: Sequence[data.Sequence] | None, limit: int) -> d
     answers = answers[:limit]
     found = {"bfloat16": perplexity(exact.target, answers)}
     found["int8"] = perplexity(load(name, backend="native", dtype="int8").target, answers)
-    tokens = sum(len(answer.tokens) - answer.answer_start for answer in answers)
+    tokens = sum(len(answer.answer_tokens) for answer in answers)
     difference = 100 * (found["int8"] / found["bfloat16"] - 1)
     return {"perplexity": found, "int8_costs_percent": difference, "answers": source, "tokens": tokens}
 
@@ -258,5 +258,5 @@ def _own_answers(model: Model) -> list[data.Sequence]:
     for i, prompt in enumerate(tqdm([text for text in prompts for _ in range(4)], desc="answers", unit="answer")):
         ids = model.encode(prompt)
         output = model.generate(ids, max_new_tokens=128, temperature=1.0, sample=i)
-        answers.append(data.Sequence((*ids, *output.token_ids), len(ids)))
+        answers.append(data.Sequence((*ids, *output.token_ids), ((len(ids), len(ids) + len(output.token_ids)),)))
     return answers

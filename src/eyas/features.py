@@ -17,12 +17,13 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import linear
 from tqdm import tqdm
 
-from eyas.data import Sequence, digest
+from eyas.data import Sequence, digest, pack, unpack
 from eyas.errors import InputError
+from eyas.files import save_tensors, write_text
 from eyas.targets.base import Target
 from eyas.tree import Tree
 
@@ -32,10 +33,15 @@ _BATCH_TOKENS = 2048  # tokens in one forward of the target, padding included
 
 @dataclass(frozen=True)
 class Example:
-    """A sequence with the target's states at each of its tokens: `states_TLD[t]` was computed from tokens 0..t."""
+    """A sequence with what the target shows at each of its tokens.
+
+    `states_TLD[t]` was computed from tokens 0..t. `best_T[t]` (int64) is the token that the target then finds most
+    likely, where the next one is of an answer; elsewhere -1.
+    """
 
     sequence: Sequence
     states_TLD: Tensor
+    best_T: Tensor
 
 
 class Features(Protocol):
@@ -50,11 +56,12 @@ class Features(Protocol):
 
 
 class Streamed:
-    """States computed when they are asked for: no disk, one target forward an epoch."""
+    """States computed when they are asked for: no disk, one target forward an epoch. The last of `reads` is the
+    target's final state."""
 
     def __init__(self, target: Target, sequences: Seq[Sequence], reads: Seq[int]) -> None:
         self.target, self.sequences, self.reads = target, sequences, tuple(reads)
-        self.digest = digest([(s.tokens, s.answer_start) for s in sequences])
+        self.digest = digest([(s.tokens, s.spans) for s in sequences])
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -63,7 +70,23 @@ class Streamed:
         chosen = [self.sequences[number] for number in numbers]
         items = [(self.target.new_cache(), Tree.chain(sequence.tokens)) for sequence in chosen]
         verified = self.target.verify(items, self.reads, last_only=True)
-        return [Example(sequence, v.hidden_NLD) for sequence, v in zip(chosen, verified, strict=True)]
+        dtype = states_dtype(self.target)
+        states = [v.hidden_NLD.to(dtype) for v in verified]
+        return [Example(s, x_TLD, self._best(s, x_TLD[:, -1])) for s, x_TLD in zip(chosen, states, strict=True)]
+
+    @torch.inference_mode()
+    def _best(self, sequence: Sequence, final_TD: Tensor) -> Tensor:
+        head_VD = self.target.head_VD
+        best_T = torch.full((len(final_TD),), -1, device=final_TD.device)
+        for a, b in sequence.spans:
+            before = slice(max(a - 1, 0), b - 1)
+            best_T[before] = linear(final_TD[before].to(head_VD.dtype), head_VD).argmax(-1)
+        return best_T
+
+
+def states_dtype(target: Target) -> torch.dtype:
+    """How states are kept: as the target computes them, but the native core's float32 as the bfloat16 of a head."""
+    return torch.bfloat16 if target.spec.backend == "native" else target.spec.dtype
 
 
 class Stored:
@@ -77,10 +100,9 @@ class Stored:
             self._shards = []
             for shard in range(index["shards"]):
                 file = safe_open(str(folder / _shard_name(shard)), framework="pt")
-                self._shards.append(
-                    (file, file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("starts"))
-                )
-                self._places += [(shard, i) for i in range(len(self._shards[-1][3]))]
+                sequences = unpack(file.get_tensor("tokens"), file.get_tensor("bounds"), file.get_tensor("spans"))
+                self._shards.append((file, file.get_tensor("bounds").tolist(), sequences))
+                self._places += [(shard, i) for i in range(len(sequences))]
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"{folder} is not a complete feature store: {error}") from error
 
@@ -91,10 +113,14 @@ class Stored:
         return [self._read(*self._places[number]) for number in numbers]
 
     def _read(self, shard: int, i: int) -> Example:
-        file, tokens, bounds, starts = self._shards[shard]
-        low, high = int(bounds[i]), int(bounds[i + 1])
-        sequence = Sequence(tuple(tokens[low:high].tolist()), int(starts[i]))
-        return Example(sequence, file.get_slice("states")[low:high])
+        file, bounds, sequences = self._shards[shard]
+        own = slice(bounds[i], bounds[i + 1])
+        return Example(sequences[i], file.get_slice("states")[own], file.get_slice("best")[own].long())
+
+
+def is_stored(folder: Path) -> bool:
+    """Has a `store` into the folder come to its end?"""
+    return (folder / "index.json").is_file()
 
 
 def store(
@@ -119,14 +145,14 @@ def store(
     _check_header(folder / "header.json", header)
     missing = [i for i, name in enumerate(names) if not (folder / name).exists()]
     tokens = sum(len(s.tokens) for i in missing for s in sequences[i * _SHARD : (i + 1) * _SHARD])
-    need = tokens * len(reads) * spec.width * spec.dtype.itemsize
+    need = tokens * len(reads) * spec.width * states_dtype(target).itemsize
     free = shutil.disk_usage(folder).free
     if need > free:
         raise InputError(f"the features need {need / 1e9:.1f} GB in {folder}, and {free / 1e9:.1f} GB are free")
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=f"features ({need / 1e9:.1f} GB)") as bar:
         for i in missing:
             _write_shard(streamed, range(i * _SHARD, min((i + 1) * _SHARD, len(sequences))), folder / names[i], bar)
-    _write_text(folder / "index.json", json.dumps(header))
+    write_text(folder / "index.json", json.dumps(header))
     return Stored(folder)
 
 
@@ -139,7 +165,7 @@ def _check_header(path: Path, header: dict[str, object]) -> None:
         for key in ("target", "reads", "sequences"):
             if found.get(key) != header[key]:
                 raise InputError(f"{path.parent} holds features whose {key} are {found.get(key)}, not {header[key]}")
-    _write_text(path, json.dumps(header))
+    write_text(path, json.dumps(header))
 
 
 def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> None:
@@ -148,16 +174,10 @@ def _write_shard(streamed: Streamed, numbers: range, path: Path, bar: tqdm) -> N
         examples.update(zip(batch, streamed.batch(batch), strict=True))
         bar.update(sum(len(streamed.sequences[number].tokens) for number in batch))
     ordered = [examples[number] for number in numbers]
-    lengths = torch.tensor([0, *(len(e.sequence.tokens) for e in ordered)])
-    tensors = {
-        "tokens": torch.tensor([t for e in ordered for t in e.sequence.tokens], dtype=torch.int32),
-        "bounds": lengths.cumsum(0),
-        "starts": torch.tensor([e.sequence.answer_start for e in ordered]),
-        "states": torch.cat([e.states_TLD for e in ordered]),
-    }
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.rename(path)
+    tensors = pack([e.sequence for e in ordered])
+    tensors["states"] = torch.cat([e.states_TLD for e in ordered])
+    tensors["best"] = torch.cat([e.best_T for e in ordered]).int()
+    save_tensors(path, tensors)
 
 
 def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[int]]:
@@ -173,9 +193,3 @@ def _batches_by_length(sequences: Seq[Sequence], numbers: range) -> list[list[in
 
 def _shard_name(number: int) -> str:
     return f"states-{number:05d}.safetensors"
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.rename(path)

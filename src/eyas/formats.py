@@ -14,22 +14,26 @@ import math
 import pickle
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.drafters.eagle import Eagle, EagleConfig
 from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
+from eyas.drafters.medusa import Medusa, MedusaConfig
 from eyas.errors import InputError, one_line
+from eyas.files import save_tensors, write_text
+from eyas.initial import Head
 from eyas.layouts import HeadFile, layer_count, states_read, switches, understand
 
 # Our module names and those of the files, by prefix. Longest first where one contains another.
 _EAGLE_NAMES = {"fc.": "fc.", "block.": "layers.0."}
+_HEADER = 100_000  # bytes that a safetensors file of a head's tensors has before them, at most
 _SAME_NAMES = ("fc_norm.", "input_norm.", "fc.", "norm.", "lm_head.")
 
 
@@ -85,7 +89,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_reads: tuple[int, ...]) -> Eagle | Eagle3:
+def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_reads: tuple[int, ...]) -> Head:
     """The drafter of a head's file, float32, over the target's embedding and output head.
 
     Raises:
@@ -93,6 +97,8 @@ def build_head(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, default_re
     """
     reads, _ = states_read(file.config, default_reads)
     try:
+        if file.kind == "medusa":
+            return _build_medusa(file, head_VD, reads[-1:])
         if file.kind == "eagle":
             return _build_eagle(file, embedding_VD, head_VD, reads[-1:])
         return _build_eagle3(file, embedding_VD, head_VD, reads)
@@ -159,9 +165,26 @@ def _build_eagle3(file: HeadFile, embedding_VD: Tensor, head_VD: Tensor, reads: 
         own_embedding=rows_VD is not None,
         fc_bias="fc.bias" in tensors,
         layers=layers,
-        **switches(file.config),
     )
+    config = replace(config, **switches(file.config))
     head = Eagle3(config, embedding_VD, head_VD, _draft_vocabulary(offsets, draft_size, vocab_size))
+    _load(head, tensors)
+    return head
+
+
+def _build_medusa(file: HeadFile, head_VD: Tensor, reads: tuple[int, ...]) -> Medusa:
+    tensors = dict(file.tensors)
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    width, own = _matrix(tensors, "heads.0.0.linear.weight")
+    if width != own:
+        raise InputError(f"a block of a Medusa drafter is [D, D], got [{width}, {own}]")
+    _check_width("Medusa", width, head_VD.shape[1])
+    blocks = [name.split(".")[1:3] for name in tensors if name.startswith("heads.") and name.endswith(".linear.weight")]
+    heads, layers = (1 + max(int(number) for number in numbers) for numbers in zip(*blocks, strict=True))
+    config = MedusaConfig(width, len(head_VD), reads, heads, layers)
+    size = len(head_VD) if offsets is None else len(offsets)
+    head = Medusa(config, head_VD, _draft_vocabulary(offsets, size, len(head_VD)))
     _load(head, tensors)
     return head
 
@@ -234,7 +257,7 @@ def _check_width(kind: str, width: int, target_width: int) -> None:
                          f"{target_width} wide: it was made for another target")  # fmt: skip
 
 
-def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
+def _load(head: Head, tensors: Mapping[str, Tensor]) -> None:
     names = official_names(head)
     wanted = {names[key]: tensor for key, tensor in head.state_dict().items()}
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
@@ -248,8 +271,10 @@ def _load(head: Eagle | Eagle3, tensors: Mapping[str, Tensor]) -> None:
     head.load_state_dict({key: tensors[names[key]].float() for key in head.state_dict()})
 
 
-def official_names(head: Eagle | Eagle3) -> dict[str, str]:
+def official_names(head: Head) -> dict[str, str]:
     """The names of a head's parameters in its module, and in the files that eyas writes."""
+    if isinstance(head, Medusa):
+        return {key: key for key in head.state_dict()}
     prefixes = _EAGLE_NAMES if isinstance(head, Eagle) else _eagle3_names(head.config.layers)
     names = {}
     for key in head.state_dict():
@@ -258,26 +283,47 @@ def official_names(head: Eagle | Eagle3) -> dict[str, str]:
     return names
 
 
-def head_tensors(head: Eagle | Eagle3, dtype: torch.dtype) -> dict[str, Tensor]:
+def head_tensors(head: Head, dtype: torch.dtype) -> dict[str, Tensor]:
     """A head's weights by the names that eyas writes, and its draft vocabulary as `d2t` and `t2d`."""
     names = official_names(head)
     tensors = {names[key]: tensor.detach().to(dtype).contiguous().cpu() for key, tensor in head.state_dict().items()}
-    ids_Q = head.draft_vocabulary_Q if isinstance(head, Eagle3) else None
+    ids_Q = None if isinstance(head, Eagle) else head.draft_vocabulary_Q
     if ids_Q is not None:
+        ids_Q = ids_Q.cpu()
         tensors["d2t"] = ids_Q - torch.arange(len(ids_Q))
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, ids_Q, True)
     return tensors
 
 
-def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], dtype: torch.dtype) -> None:
-    """A head in eyas' own layout, with what eyas records besides (`extra`) in its config; files land whole."""
+def write_head(
+    head: Head, folder: Path, extra: Mapping[str, object], dtype: torch.dtype, shard_mb: int | None = None
+) -> None:
+    """A head in eyas' own layout, with what eyas records besides (`extra`) in its config; files land whole.
+
+    `shard_mb`: weights go into several files of less than so many megabytes (10^6 bytes) each.
+    """
+    config: dict[str, object] = {
+        "eyas_kind": head.kind,
+        "eyas_reads": list(head.reads),
+        "eyas_reads_meaning": "indices of hidden_states in transformers: i enters layer i, the last is normed",
+        "vocab_size": head.config.vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **(_medusa_config(head) if isinstance(head, Medusa) else _eagle_config(head)),
+        **extra,
+    }
+    write_files(folder, config, head_tensors(head, dtype), shard_mb)
+
+
+def _medusa_config(head: Medusa) -> dict[str, object]:
+    return {"hidden_size": head.config.width, "medusa_num_heads": head.config.heads,
+            "medusa_num_layers": head.config.layers}  # fmt: skip
+
+
+def _eagle_config(head: Eagle | Eagle3) -> dict[str, object]:
     block = head.config.block
     config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "eyas_kind": head.kind,
-        "eyas_reads": list(head.reads),
-        "eyas_reads_meaning": "indices of hidden_states in transformers: i enters layer i, the last is normed",
         "hidden_size": block.width,
         "intermediate_size": block.ffn_width,
         "num_attention_heads": block.heads,
@@ -287,29 +333,30 @@ def write_head(head: Eagle | Eagle3, folder: Path, extra: Mapping[str, object], 
         "hidden_act": "silu",
         "rms_norm_eps": block.norm_eps,
         "rope_theta": block.rope_theta,
-        "vocab_size": head.config.vocab_size,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "bias": head.config.fc_bias,
-        **extra,
     }
     if block.window:
         config["eyas_window"] = block.window
     if isinstance(head, Eagle):
-        config["qkv_bias"] = block.qkv_bias
-    else:
-        config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
-        config |= {switch: value for switch, value in asdict(head.config).items() if switch in SWITCHES}
-    write_files(folder, config, head_tensors(head, dtype))
+        return config | {"qkv_bias": block.qkv_bias}
+    config |= {"draft_vocab_size": head.config.draft_vocab_size, "target_hidden_size": head.config.target_width}
+    return config | {switch: value for switch, value in asdict(head.config).items() if switch in SWITCHES}
 
 
-def write_files(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-    """`model.safetensors`, then `config.json`, each by a temporary file and a renaming."""
+def write_files(
+    folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor], shard_mb: int | None = None
+) -> None:
+    """The weights (`model.safetensors`, or numbered parts of it), then `config.json`, each whole or not at
+    all. A tensor that is larger than a part is a part of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / "model.safetensors.tmp"
-    save_file(dict(tensors), temporary)
-    temporary.chmod(0o644)  # others may serve it
-    temporary.rename(folder / "model.safetensors")
-    temporary = folder / "config.json.tmp"
-    temporary.write_text(json.dumps(config, indent=2) + "\n")
-    temporary.rename(folder / "config.json")
+    parts: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        size = sum(other.nbytes for other in parts[-1].values()) + tensor.nbytes
+        if shard_mb is not None and parts[-1] and size > shard_mb * 1_000_000 - _HEADER:
+            parts.append({})
+        parts[-1][name] = tensor
+    for number, part in enumerate(parts, start=1):
+        name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_tensors(folder / name, part)
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

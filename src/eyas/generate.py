@@ -110,30 +110,70 @@ def generate_many(
         InputError: a prompt is empty, or fills the target's context; the policy refuses a sampling. Nothing has been
             computed then.
     """
-    engine = _Engine(target, drafter, policy, with_logits)
-    waiting = [_Sequence(engine, request) for request in requests][::-1]
-    live: dict[int, _Sequence] = {}
-    while waiting or live:
-        while waiting and len(live) < slots:
-            number, sequence = len(requests) - len(waiting), waiting.pop()
-            round_ = sequence.read_prompt(memory)
-            if round_.finish_reason is None:
-                live[number] = sequence
-            else:
-                sequence.leave(memory)
-            yield number, round_
-        if not live:
-            continue
-        trees = [sequence.grow() for sequence in live.values()]
+    pool = Pool(target, drafter, policy, with_logits, memory)
+    for request in requests:
+        pool.check(request)
+    admitted = 0
+    while admitted < len(requests) or len(pool):
+        while admitted < len(requests) and len(pool) < slots:
+            yield admitted, pool.admit(admitted, requests[admitted])
+            admitted += 1
+        yield from pool.step()
+
+
+class Pool(Generic[CacheT, StateT]):
+    """Answers in the making that share every forward: what `generate_many` runs, for callers whose next request depends
+    on answers that they have got."""
+
+    def __init__(
+        self,
+        target: Target[CacheT],
+        drafter: Drafter[StateT] | None,
+        policy: Policy,
+        with_logits: bool = False,
+        memory: Memory[CacheT, StateT] | None = None,
+    ) -> None:
+        self._engine = _Engine(target, drafter, policy, with_logits)
+        self._memory = memory
+        self._live: dict[int, _Sequence[CacheT, StateT]] = {}
+
+    def __len__(self) -> int:
+        """Answers that have not ended."""
+        return len(self._live)
+
+    def check(self, request: Request) -> None:
+        """Refuse now what `admit` would refuse.
+
+        Raises:
+            InputError: see `generate_many`.
+        """
+        _Sequence(self._engine, request)
+
+    def admit(self, number: int, request: Request) -> Round:
+        """Read a prompt: the first round of the answer that goes by this number, which no live one has."""
+        assert number not in self._live, f"number {number} is still being answered"
+        sequence = _Sequence(self._engine, request)
+        round_ = sequence.read_prompt(self._memory)
+        if round_.finish_reason is None:
+            self._live[number] = sequence
+        else:
+            sequence.leave(self._memory)
+        return round_
+
+    def step(self) -> Iterator[tuple[int, Round]]:
+        """One forward over all live answers: a round of each, with its number. Nothing where none is live."""
+        if not self._live:
+            return
+        trees = [sequence.grow() for sequence in self._live.values()]
         clock = _Clock()
-        items = [(sequence.cache, tree) for sequence, tree in zip(live.values(), trees, strict=True)]
-        verified = target.verify(items, engine.reads)
-        share_ms = clock.lap() / len(live)
-        for (number, sequence), tree, seen in zip(list(live.items()), trees, verified, strict=True):
+        items = [(sequence.cache, tree) for sequence, tree in zip(self._live.values(), trees, strict=True)]
+        verified = self._engine.target.verify(items, self._engine.reads)
+        share_ms = clock.lap() / len(items)
+        for (number, sequence), tree, seen in zip(list(self._live.items()), trees, verified, strict=True):
             round_ = sequence.take(tree, seen, share_ms)
             if round_.finish_reason is not None:
-                del live[number]
-                sequence.leave(memory)
+                del self._live[number]
+                sequence.leave(self._memory)
             yield number, round_
 
 

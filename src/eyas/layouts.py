@@ -46,7 +46,7 @@ _PLAIN: Mapping[str, object] = {
 class HeadFile:
     """A head as it lies on disk, its names and keys in eyas' terms."""
 
-    kind: str  # "eagle" or "eagle3"
+    kind: str  # "eagle", "eagle3" or "medusa"
     config: Mapping[str, object]  # nested configs of other writers flattened
     tensors: Mapping[str, Tensor]
     layout: str = "eyas"  # who writes such folders
@@ -119,6 +119,8 @@ def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _kind(where: str, tensors: Mapping[str, Tensor]) -> str:
+    if "heads.0.0.linear.weight" in tensors:
+        return "medusa"
     if "midlayer.self_attn.q_proj.weight" in tensors:
         return "eagle3"
     if "layers.0.self_attn.q_proj.weight" in tensors:

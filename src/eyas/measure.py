@@ -117,14 +117,15 @@ def perplexity(target: Target[CacheT], answers: Sequence[data.Sequence]) -> floa
     """e to the mean negative log-likelihood of the answers' tokens, prompts given."""
     total, count = 0.0, 0
     for answer in tqdm(answers, desc=f"perplexity, {target.spec.dtype}".replace("torch.", ""), unit="answer"):
-        cache, start = target.new_cache(), answer.answer_start
-        if start > 1:
-            target.verify([(cache, Tree.chain(answer.tokens[: start - 1]))], last_only=True)
-            target.keep(cache, range(start - 1))
-        scored = Tree.chain(answer.tokens[max(start - 1, 0) : -1])
+        cache, start = target.new_cache(), max(answer.spans[0][0] - 1, 0)  # the token before the first one scored
+        if start:
+            target.verify([(cache, Tree.chain(answer.tokens[:start]))], last_only=True)
+            target.keep(cache, range(start))
+        scored = Tree.chain(answer.tokens[start:-1])
         logits_TV = target.verify([(cache, scored)])[0].logits_NV.float()
-        expected_T = torch.tensor(answer.tokens[max(start, 1) :], device=logits_TV.device)
-        total += float(cross_entropy(logits_TV, expected_T, reduction="sum"))
+        places = torch.tensor([t for a, b in answer.spans for t in range(max(a, 1), b)], device=logits_TV.device)
+        expected_T = torch.tensor(answer.tokens, device=logits_TV.device)[places]
+        total += float(cross_entropy(logits_TV[places - start - 1], expected_T, reduction="sum"))
         count += len(expected_T)
     return math.exp(total / count)
 

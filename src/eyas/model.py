@@ -29,9 +29,10 @@ from eyas.checkpoint import (
 )
 from eyas.drafters.base import Drafter
 from eyas.drafters.lookup import Lookup
-from eyas.errors import InputError, Unsupported, one_line
+from eyas.errors import InputError, Unsupported
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
 from eyas.grammar import Grammar, Kind
+from eyas.masks import render
 from eyas.measure import Answer, tau
 from eyas.policies import Policy, parse_policy
 from eyas.sampling import Processor, Sampling
@@ -190,10 +191,7 @@ class Model:
         if self.tokenizer.chat_template is None:
             raise InputError("the target has no chat template: give a text (--raw) instead of a conversation")
         messages = [_checked_message(part) for part in parts]
-        try:
-            text = str(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is somebody's program, and raises whatever it stumbles over
-            raise InputError(f"the target's chat template refuses the conversation: {one_line(error)}") from error
+        text = render(self.tokenizer, messages, answer_next=True)
         return self._tokenize(text, special=False)  # the template wrote the special tokens itself
 
     def rounds(self, ids: Sequence[int], sampling: Sampling, stop: Stop, with_logits: bool = False) -> Iterator[Round]:

@@ -258,9 +258,8 @@ def _eagle3(
         own_embedding=own,
         fc_bias="fc" in dialect.biases and bool(seen.get("bias")),
         layers=min(layers, MAX_LAYERS),
-        **taken,
     )
-    return Eagle3(config, target.embedding_VD, target.head_VD, ids_Q)
+    return Eagle3(replace(config, **taken), target.embedding_VD, target.head_VD, ids_Q)
 
 
 def states_taken(

@@ -28,13 +28,12 @@ from eyas.targets.native import NativeTarget
 EXIT_FAILED = 1  # of a command that ran: an unexplained divergence
 
 
-def decoding_flags(parser: argparse.ArgumentParser, target: str | None, max_new_tokens: int) -> None:
+def model_flags(parser: argparse.ArgumentParser, target: str | None = None) -> None:
+    """Which target, and what runs it."""
     if target is None:
         parser.add_argument("--target", required=True, help="a folder, a GGUF file, a hub id, or smollm2")
     else:
         parser.add_argument("--target", default=target, help="a folder, a GGUF file, or smollm2 (default)")
-    trees = "chain:K, static[:FILE], dynamic:..., sampled:..., or auto (default)"
-    parser.add_argument("--tree", default="auto", help=trees)
     parser.add_argument("--backend", default="auto", help=f"one of {', '.join(BACKENDS)} (default %(default)s)")
     parser.add_argument(
         "--dtype",
@@ -43,6 +42,12 @@ def decoding_flags(parser: argparse.ArgumentParser, target: str | None, max_new_
     )
     parser.add_argument("--device", default="cpu", help="cpu (default), or a GPU like cuda: the eager back end then")
     parser.add_argument("--threads", type=threads, default=None, help="default: EYAS_NUM_THREADS, or the cores")
+
+
+def decoding_flags(parser: argparse.ArgumentParser, target: str | None, max_new_tokens: int) -> None:
+    model_flags(parser, target)
+    trees = "chain:K, static[:FILE], dynamic:..., sampled:..., or auto (default)"
+    parser.add_argument("--tree", default="auto", help=trees)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -118,7 +123,7 @@ def load_model(arguments: argparse.Namespace, head: str | None) -> Model:
         parse_policy(arguments.tree).check(settings)
     how = {name: getattr(arguments, name) for name in ("backend", "dtype", "tree", "device")}
     model = load(arguments.target, head, **how)
-    say(f"back end: {_backend(model)}")
+    say(f"back end: {back_end(model)}")
     say_if_slow(head, model)
     if model.drafter is not None and arguments.tree == "auto":
         say(f"tree: {model.policy} (not tuned for this machine)")
@@ -160,7 +165,8 @@ def sampling_of(arguments: argparse.Namespace, model: Model | None = None) -> Sa
     return model.sampling(bad_words=arguments.bad_word, **settings)
 
 
-def _backend(model: Model) -> str:
+def back_end(model: Model) -> str:
+    """Which back end runs a model, in words."""
     spec = model.target.spec
     dtype = str(spec.dtype).removeprefix("torch.")
     if spec.backend == "native":

@@ -1,6 +1,6 @@
 """The drafter's seam: what eyas asks of anything that guesses the target's next tokens.
 
-Legend: T tokens, K nodes of one level, W candidates per node, L states read, D width, B sequences of a batch. `p` is
+Legend: T tokens, K nodes of one level, W candidates per node, L states read, D width. `p` is
 the target, `q` the draft. Drafters never see a policy; they answer with target token ids, whatever vocabulary of their
 own they use inside.
 """
@@ -31,24 +31,26 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Batch:
-    """Training sequences, padded on the right.
+    """Training sequences one after the other: sequence b is `tokens_T[bounds[b] : bounds[b + 1]]`.
 
-    `states_BTLD[b, t]` are the states that the drafter reads, `final_BTD[b, t]` the target's last one (after its final
-    norm), both computed from tokens 0..t of sequence b. The answer is `tokens_BT[b, starts_B[b] : lengths_B[b]]`.
+    `states_TLD[t]` are the states that the drafter reads, `final_TD[t]` the target's last one (after its final norm),
+    both computed from the tokens of t's sequence up to t; `best_T[t]` is the token that the target finds most likely
+    there, where an answer's token follows. `answer_T[t]` (bool, on the CPU): did the target write token t itself?
     """
 
-    tokens_BT: Tensor
-    lengths_B: Tensor
-    starts_B: Tensor
-    states_BTLD: Tensor
-    final_BTD: Tensor
+    tokens_T: Tensor
+    bounds: tuple[int, ...]
+    answer_T: Tensor
+    states_TLD: Tensor
+    final_TD: Tensor
+    best_T: Tensor
     seed: int  # of whatever the objective draws
 
 
 class Drafter(ABC, Generic[StateT]):
     """Guesses continuations level by level. Holds weights only; a sequence's memory is its state."""
 
-    kind: str  # "eagle", "eagle3", "lookup" or "small"
+    kind: str  # "eagle", "eagle3", "medusa", "lookup" or "small"
     reads: tuple[int, ...]  # the target states that `observe` wants, as indices of transformers' `hidden_states`
 
     @abstractmethod

@@ -3,8 +3,8 @@
 g_i = fc([low, mid, high] states of token i). One block reads [norm(embedding(t_{i+1})), norm(g_i)] around the un-normed
 residual g_i; up to four plain layers may follow. The last output h, through a final norm and the head's own output
 matrix over a draft vocabulary, predicts t_{i+2}. In later steps h itself, before the final norm, takes the place of g.
-The switches of EAGLE-3.1 and its relatives move norms; all of them off is EAGLE-3. Legend: B sequences, T tokens, P
-pairs, S supervised rows, K nodes, L states, D width, E width of the attention input (2D), Q draft vocabulary.
+The switches of EAGLE-3.1 and its relatives move norms; all of them off is EAGLE-3. Legend: T tokens, P pairs, S
+supervised rows, J steps, K nodes, L states, D width, E width of the attention input (2D), Q draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,22 +15,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, embedding, linear
+from torch.nn.functional import embedding
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
-from eyas.drafters.layers import (
-    Block,
-    BlockConfig,
-    DraftState,
-    LaterLayer,
-    RMSNorm,
-    Rollout,
-    Supervised,
-    supervised_rows,
-)
+from eyas.drafters.layers import Block, BlockConfig, DraftState, LaterLayer, RMSNorm
+from eyas.drafters.rollout import Rollout, Supervised, Tally, supervised_rows, teacher
 from eyas.errors import InputError
 
-STEP_DECAY = 0.8  # weight of step j is STEP_DECAY ** j, as in the official code
 MAX_LAYERS = 5
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # fields below, and keys in files
 
@@ -47,6 +38,7 @@ class Eagle3Config:
     own_embedding: bool = False  # the head brings its own embedding rows (its width differs from the target's)
     fc_bias: bool = False
     steps: int = 7  # training only: simulated steps of the training-time test
+    token_loss: str = "ce"  # training only
     layers: int = 1  # the first reads [embedding, hidden], those after it are plain
     fc_norm: bool = False  # a norm on each state before the fusion
     norm_output: bool = False  # later steps read the output after the final norm
@@ -65,6 +57,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
     """Fusion of three states, one layer or several, and an output head over a draft vocabulary."""
 
     kind = "eagle3"
+    draft_vocabulary_Q: Tensor | None
 
     def __init__(
         self, config: Eagle3Config, embedding_VD: Tensor, head_VD: Tensor, draft_vocabulary_Q: Tensor | None = None
@@ -89,7 +82,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         self.lm_head = nn.Linear(c.block.width, c.draft_vocab_size, bias=False)
         self.embedding = nn.Embedding(c.vocab_size, c.block.width) if c.own_embedding else None
         self.embedding_VD, self.head_VD = embedding_VD.detach(), head_VD.detach()  # the target's: no parameters here
-        self.draft_vocabulary_Q = draft_vocabulary_Q
+        self.register_buffer("draft_vocabulary_Q", draft_vocabulary_Q, persistent=False)  # follows the module's device
         self._draft_set = None if draft_vocabulary_Q is None else frozenset(draft_vocabulary_Q.tolist())
 
     def new_state(self, first: int | None = None) -> DraftState:
@@ -111,60 +104,44 @@ class Eagle3(nn.Module, Drafter[DraftState]):
     def can_propose(self, token: int) -> bool:
         return 0 <= token < self.config.vocab_size if self._draft_set is None else token in self._draft_set
 
-    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Soft cross-entropy over the draft vocabulary under the training-time test (section 3.2), mean over rows.
+    @property
+    def steps(self) -> int:
+        """Simulated steps of the training-time test."""
+        return self.config.steps
+
+    def loss(self, batch: Batch, counts_J: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss over the draft vocabulary under the training-time test (section 3.2).
 
         Step j reads the token j places further on and the head's own output of step j-1 in the place of the true
-        states; a row sees the true pairs up to its own and its own later steps. Rows whose best target token lies
-        outside the draft vocabulary weigh nothing.
+        states; a row sees the true pairs up to its own and its own later steps. `counts_J`: what each step's sum is
+        divided by; None: the batch's own number of rows.
         """
-        rows = supervised_rows(batch.lengths_B, batch.starts_B)
-        b, i = rows.sequence_S, rows.pair_S
-        p_SQ, known_S = self._target_probabilities(batch.final_BTD[b, i + 1])
-        loss = p_SQ.new_zeros((), dtype=torch.float32)
-        metrics = {}
-        for step, h_SD in enumerate(self._rollout(batch, rows)):
-            step_loss, accepted = self._step_loss(h_SD, p_SQ, known_S, rows.valid(step), step)
-            loss = loss + STEP_DECAY**step * step_loss
-            metrics[f"loss_{step + 1}"] = step_loss.detach()
-            metrics[f"accept_{step + 1}"] = accepted
-        return loss, metrics
+        rows = supervised_rows(batch.bounds, batch.answer_T, batch.tokens_T.device)
+        counts_J = rows.counts(self.steps) if counts_J is None else counts_J
+        taught = teacher(batch, rows, self.head_VD, self.draft_vocabulary_Q)
+        tally = Tally(rows, *taught, counts_J, self.config.token_loss)
+        for step, logits_SQ in enumerate(self.logits(batch, rows)):
+            tally.add(step, logits_SQ)
+        return tally.loss, tally.metrics
 
     forward = loss  # torch calls a module through this name
 
+    def logits(self, batch: Batch, rows: Supervised) -> Iterator[Tensor]:
+        """The rows' guesses in each step of the training-time test: [S, Q]."""
+        for h_SD in self._rollout(batch, rows):
+            yield self.lm_head(self.norm(h_SD))
+
     def _rollout(self, batch: Batch, rows: Supervised) -> Iterator[Tensor]:
-        """The rows' output in each step of the training-time test, before the final norm: [S, D]."""
+        """The rows' output in each step, before the final norm: [S, D]."""
         memory = Rollout(rows)
-        x_BPD, a_BPE = self._inputs(batch.tokens_BT[:, 1:], self._fuse(batch.states_BTLD[:, :-1]))
-        h_SD = memory.absorb(self.block, x_BPD, a_BPE, self._later)
+        x_PD, a_PE = self._inputs(batch.tokens_T[rows.token_P + 1], self._fuse(batch.states_TLD[rows.token_P]))
+        h_SD = memory.absorb(self.block, x_PD, a_PE, self._later)
         yield h_SD
-        for step in range(1, self.config.steps):
-            places_S = (rows.pair_S + 1 + step).clamp_max(batch.tokens_BT.shape[1] - 1)
-            x_SD, a_SE = self._inputs(batch.tokens_BT[rows.sequence_S, places_S], self._fed_back(h_SD))
+        for step in range(1, self.steps):
+            place_S = (rows.token_S + 1 + step).clamp_max(len(batch.tokens_T) - 1)
+            x_SD, a_SE = self._inputs(batch.tokens_T[place_S], self._fed_back(h_SD))
             h_SD = memory.deepen(self.block, x_SD, a_SE, self._later)
             yield h_SD
-
-    def _target_probabilities(self, final_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's distribution restricted to the draft vocabulary, and whether its best token lies in it."""
-        with torch.no_grad():
-            if self.draft_vocabulary_Q is None:
-                logits_SQ = linear(final_SD, self.head_VD).float()
-                return logits_SQ.softmax(-1), torch.ones(len(final_SD), dtype=torch.bool, device=final_SD.device)
-            logits_SQ = linear(final_SD, self.head_VD[self.draft_vocabulary_Q])
-            known_S = logits_SQ.amax(-1) >= linear(final_SD, self.head_VD).amax(-1)
-            return logits_SQ.float().softmax(-1), known_S
-
-    def _step_loss(
-        self, h_SD: Tensor, p_SQ: Tensor, known_S: Tensor, valid_S: Tensor, step: int
-    ) -> tuple[Tensor, Tensor]:
-        # pair i of step j is held to the distribution of pair i + j: rows are contiguous, so that is a shift
-        num = max(0, len(h_SD) - step)
-        logits = self.lm_head(self.norm(h_SD[:num])).float()
-        p, trained = p_SQ[step:], valid_S[:num] & known_S[step:]
-        supervised = valid_S[:num].sum().clamp_min(1)
-        loss = (cross_entropy(logits, p, reduction="none") * trained).sum() / supervised
-        accepted = ((logits.detach().argmax(-1) == p.argmax(-1)) & trained).sum() / supervised
-        return loss, accepted
 
     @property
     def _later(self) -> list[LaterLayer]:

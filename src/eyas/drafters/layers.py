@@ -3,7 +3,7 @@
 A Llama-style block with two differences: its attention may read a wider input than its residual (EAGLE-3 reads
 [embedding, hidden], 2D wide), and what is normed before attention is the head's business, not the block's. Layers after
 a head's first are plain Llama layers. Legend: T rows, D width, E width of the attention input, H heads, G key/value
-heads, C head dimension; in training B sequences, P pairs, S supervised rows.
+heads, C head dimension.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = _wide(x)
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        x_wide = wide(x)
+        return self.weight * (x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """In float32 or better."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -245,120 +245,3 @@ class DraftState:
             return block.finish(x_TD, attended_HTC.transpose(0, 1))
 
         return run_layers(first, later, x_TD, a_TE, through)
-
-
-@dataclass(frozen=True)
-class Supervised:
-    """The pairs of a batch that are trained, as flat rows: S of them, ascending by sequence, then by place.
-
-    Pair i of a sequence is (state of token i, token i+1); what it predicts in step j of a training-time test is token
-    i+2+j. Rows are the pairs whose step-0 prediction lies in the answer, its first token and its end included.
-    """
-
-    sequence_S: Tensor
-    pair_S: Tensor
-    last_pair_S: Tensor  # per row, the last pair of its sequence's rows
-
-    def valid(self, step: int) -> Tensor:
-        """[S] bool: does the prediction of this step still lie in the answer?"""
-        return self.pair_S + step <= self.last_pair_S
-
-
-def supervised_rows(lengths_B: Tensor, starts_B: Tensor) -> Supervised:
-    """The rows of a batch of sequences with `lengths_B` tokens whose answers begin at `starts_B`."""
-    sequences, pairs, last = [], [], []
-    for b, (length, start) in enumerate(zip(lengths_B.tolist(), starts_B.tolist(), strict=True)):
-        span = torch.arange(max(start - 2, 0), length - 2)
-        sequences.append(torch.full_like(span, b))
-        pairs.append(span)
-        last.append(torch.full_like(span, length - 3))
-    return Supervised(torch.cat(sequences), torch.cat(pairs), torch.cat(last))
-
-
-class Rollout:
-    """What the rows of a batch remember in training: `DraftState` for all of them at once, with gradients.
-
-    In every layer: keys and values of all true pairs, and of each later step of the rows.
-    """
-
-    def __init__(self, rows: Supervised) -> None:
-        self._rows = rows
-        self._step = 0
-        self._true: list[tuple[Tensor, Tensor]] = []  # by layer, keys and values: [B, P, G, C]
-        self._own: list[tuple[list[Tensor], list[Tensor]]] = []  # by layer, of each later step: [S, G, C]
-
-    def absorb(self, block: Block, x_BPD: Tensor, a_BPE: Tensor, later: Sequence[LaterLayer] = ()) -> Tensor:
-        """Run the true pairs through the layers; the rows' outputs, [S, D]."""
-        batch, pairs = x_BPD.shape[:2]
-        positions_P = torch.arange(pairs, device=x_BPD.device)
-
-        def through(number: int, block: Block, x_BPD: Tensor, a_BPE: Tensor) -> Tensor:
-            attention, last = block.self_attn, number == len(later)
-            keys_BPGC, values_BPGC = attention.keys(a_BPE, positions_P), attention.values(a_BPE)
-            self._true.append((keys_BPGC, values_BPGC))
-            self._own.append(([], []))
-            # the last layer's output is read at the rows only; a layer below another is read at every pair
-            rows = self._rows if last else _every_pair(batch, pairs, x_BPD.device)
-            b, i = rows.sequence_S, rows.pair_S
-            attended_SHC = attend_causally(attention.queries(a_BPE[b, i], i), rows, keys_BPGC, values_BPGC, [], [])
-            hidden_SD = block.finish(x_BPD[b, i], attended_SHC)
-            return hidden_SD if last else hidden_SD.unflatten(0, (batch, pairs))
-
-        return run_layers(block, later, x_BPD, a_BPE, through)
-
-    def deepen(self, block: Block, x_SD: Tensor, a_SE: Tensor, later: Sequence[LaterLayer] = ()) -> Tensor:
-        """Run the rows' next step through the layers; [S, D]."""
-        self._step += 1
-        positions_S = self._rows.pair_S + self._step
-
-        def through(number: int, block: Block, x_SD: Tensor, a_SE: Tensor) -> Tensor:
-            attention, (own_keys, own_values) = block.self_attn, self._own[number]
-            own_keys.append(attention.keys(a_SE, positions_S))
-            own_values.append(attention.values(a_SE))
-            queries_SHC = attention.queries(a_SE, positions_S)
-            attended_SHC = attend_causally(queries_SHC, self._rows, *self._true[number], own_keys, own_values)
-            return block.finish(x_SD, attended_SHC)
-
-        return run_layers(block, later, x_SD, a_SE, through)
-
-
-def _every_pair(batch: int, pairs: int, device: torch.device) -> Supervised:
-    """All pairs of a batch as rows, in order; those of padding too, which no true pair sees."""
-    pair_S = torch.arange(pairs, device=device).repeat(batch)
-    sequence_S = torch.arange(batch, device=device).repeat_interleave(pairs)
-    return Supervised(sequence_S, pair_S, torch.full_like(pair_S, pairs - 1))
-
-
-def attend_causally(
-    queries_SHC: Tensor,
-    rows: Supervised,
-    keys_BPGC: Tensor,
-    values_BPGC: Tensor,
-    own_keys: Sequence[Tensor],
-    own_values: Sequence[Tensor],
-) -> Tensor:
-    """The attention of a training step: row (b, i) sees the true pairs 0..i and its own later steps, one key each.
-
-    This is what drafting sees: a chain grown from verified pair i reads true keys up to i and the keys of its own
-    nodes. Memory is linear in the number of steps. Returns [S, H, C].
-    """
-    b, i = rows.sequence_S, rows.pair_S
-    batch, pairs = keys_BPGC.shape[:2]
-    groups = queries_SHC.shape[1] // keys_BPGC.shape[2]
-    scale = queries_SHC.shape[-1] ** -0.5
-    queries_BPHC = queries_SHC.new_zeros(batch, pairs, *queries_SHC.shape[1:]).index_put((b, i), queries_SHC)
-    keys_BPHC, values_BPHC = (x.repeat_interleave(groups, dim=2) for x in (keys_BPGC, values_BPGC))
-    scores_BHPP = queries_BPHC.transpose(1, 2) @ keys_BPHC.permute(0, 2, 3, 1) * scale
-    future_PP = torch.ones(pairs, pairs, dtype=torch.bool, device=scores_BHPP.device).triu(1)
-    scores_BHPP = _wide(scores_BHPP).masked_fill(future_PP, -torch.inf)
-    own_SHJ = [(queries_SHC * k.repeat_interleave(groups, dim=1)).sum(-1, keepdim=True) * scale for k in own_keys]
-    if not own_SHJ:
-        return (scores_BHPP.softmax(-1).to(values_BPHC.dtype) @ values_BPHC.transpose(1, 2)).transpose(1, 2)[b, i]
-    own_BPHJ = queries_SHC.new_zeros(batch, pairs, queries_SHC.shape[1], len(own_SHJ), dtype=scores_BHPP.dtype)
-    own_BPHJ = own_BPHJ.index_put((b, i), _wide(torch.cat(own_SHJ, dim=-1)))
-    weights = torch.cat((scores_BHPP, own_BPHJ.transpose(1, 2)), dim=-1).softmax(-1).to(values_BPHC.dtype)
-    attended_SHC = (weights[..., :pairs] @ values_BPHC.transpose(1, 2)).transpose(1, 2)[b, i]
-    own_weights_SHJ = weights[..., pairs:].transpose(1, 2)[b, i]
-    for j, values_SGC in enumerate(own_values):
-        attended_SHC = attended_SHC + own_weights_SHJ[..., j : j + 1] * values_SGC.repeat_interleave(groups, dim=1)
-    return attended_SHC

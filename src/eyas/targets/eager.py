@@ -1,85 +1,27 @@
 """An unmodified transformers model behind `Target`: one forward verifies a tree.
 
 The tree reaches the model as a 4-D mask (whole prefix, ancestors, itself) and as positions (cache length + depth);
-nothing inside the model is patched. Keys and values live in a cache of our own, which grows in place and drops
-rejected nodes by moving only the accepted rows. Refuses to know drafters, policies and sampling.
+nothing inside the model is patched. Keys and values live in caches of our own (`eager_cache`), which drop rejected
+nodes by moving only the accepted rows. Refuses to know drafters, policies and sampling.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from eyas.targets.base import Target, TargetSpec, Verified
+from eyas.targets.eager_cache import EagerCache, Forward, bring_together
 from eyas.targets.families import family_of, rope_theta_of
 from eyas.tree import Tree
-
-_GROWTH = 256  # rows added to a cache at a time
-
-
-class EagerCache:
-    """Keys and values of one sequence: `length` rows that are kept, then `pending` rows of the tree under test."""
-
-    def __init__(self) -> None:
-        self.length = 0
-        self.pending = 0
-        self.layers: list[tuple[Tensor, Tensor]] = []  # per layer, keys and values [1, kv heads, rows, head_dim]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the new rows behind the kept ones; returns views of all rows, old and new."""
-        end = self.length + keys.shape[2]
-        if layer == len(self.layers):
-            self.layers.append((keys.new_empty(0), values.new_empty(0)))
-        stored = self.layers[layer]
-        if stored[0].numel() == 0 or stored[0].shape[2] < end:
-            stored = self._grow(stored, keys, end)
-            self.layers[layer] = stored
-        for buffer, new in zip(stored, (keys, values), strict=True):
-            buffer[:, :, self.length : end] = new
-        return stored[0][:, :, :end], stored[1][:, :, :end]
-
-    def _grow(self, stored: tuple[Tensor, Tensor], like: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        shape = (*like.shape[:2], rows + _GROWTH, like.shape[3])
-        grown = (like.new_empty(shape), like.new_empty(shape))
-        if self.length:
-            for new, old in zip(grown, stored, strict=True):
-                new[:, :, : self.length] = old[:, :, : self.length]
-        return grown
-
-
-class _BatchedCache:
-    """What the model sees as its cache during one forward: the caches of all items, padded to one shape.
-
-    With one item nothing is copied. Of a padded row only the item's own nodes are stored.
-    """
-
-    def __init__(self, caches: Sequence[EagerCache], num_nodes: Sequence[int]) -> None:
-        self.caches = caches
-        self.num_nodes = num_nodes
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(cache.length for cache in self.caches)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        if len(self.caches) == 1:
-            return self.caches[0].write(layer_idx, key_states, value_states)
-        rows = [
-            cache.write(layer_idx, key_states[i : i + 1, :, :n], value_states[i : i + 1, :, :n])
-            for i, (cache, n) in enumerate(zip(self.caches, self.num_nodes, strict=True))
-        ]
-        total = max(keys.shape[2] for keys, _ in rows)
-        keys = key_states.new_zeros(len(rows), key_states.shape[1], total, key_states.shape[3])
-        values = torch.zeros_like(keys)
-        for i, (k, v) in enumerate(rows):
-            keys[i : i + 1, :, : k.shape[2]] = k
-            values[i : i + 1, :, : v.shape[2]] = v
-        return keys, values
 
 
 class EagerTarget(Target[EagerCache]):
@@ -126,6 +68,16 @@ class EagerTarget(Target[EagerCache]):
         names = inspect.signature(model.base_model.forward).parameters
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
 
+    def share_out(self, device: torch.device) -> None:
+        """Spread the layers over the devices of all processes of `torch.distributed` (FSDP2); a layer's weights are
+        gathered while it runs. Embedding and output head, which drafters read, stay whole on each device. All processes
+        must call `verify` equally often from here on."""
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in self._layers:
+            fully_shard(layer, mesh=mesh)
+        nn.Module.to(self.model, device)  # by its own name, whose types transformers' decorators hide
+        self.spec = replace(self.spec, device=device)
+
     def new_cache(self) -> EagerCache:
         return EagerCache()
 
@@ -133,30 +85,35 @@ class EagerTarget(Target[EagerCache]):
     def verify(
         self, items: Sequence[tuple[EagerCache, Tree]], reads: Sequence[int] = (), last_only: bool = False
     ) -> list[Verified]:
-        caches, trees = [cache for cache, _ in items], [tree for _, tree in items]
+        if len(items) > 1:
+            bring_together([cache for cache, _ in items], max(len(tree) for _, tree in items))
+        order = sorted(range(len(items)), key=lambda i: items[i][0].row)
+        caches, trees = [items[i][0] for i in order], [items[i][1] for i in order]
         num_nodes = [len(tree) for tree in trees]
         device = self.spec.device
         tokens_BN = torch.zeros(len(items), max(num_nodes), dtype=torch.int64)
         positions_BN = torch.zeros_like(tokens_BN)
-        for i, (cache, tree) in enumerate(items):
+        for i, (cache, tree) in enumerate(zip(caches, trees, strict=True)):
             tokens_BN[i, : len(tree)] = torch.tensor(tree.tokens)
             positions_BN[i, : len(tree)] = cache.length + torch.tensor(tree.depths)
+            cache.pending = len(tree)
         output = self.model.base_model(
             input_ids=tokens_BN.to(device),
             attention_mask=self._masks(caches, trees),
             position_ids=positions_BN.to(device),
             use_cache=True,
             output_hidden_states=len(reads) > 0,
-            **{self._cache_argument: _BatchedCache(caches, num_nodes)},
+            **{self._cache_argument: Forward(caches, num_nodes, device)},
         )
-        results = []
-        for i, (cache, n) in enumerate(zip(caches, num_nodes, strict=True)):
-            cache.pending = n
-            final_ND = output.last_hidden_state[i, n - 1 : n] if last_only else output.last_hidden_state[i, :n]
+        wanted = [slice(n - 1 if last_only else 0, n) for n in num_nodes]
+        final = [output.last_hidden_state[i, rows] for i, rows in enumerate(wanted)]
+        logits = self._logits(torch.cat(final)).split([len(rows_ND) for rows_ND in final])  # one product for all
+        results: list[Verified | None] = [None] * len(items)
+        for i, (place, n) in enumerate(zip(order, num_nodes, strict=True)):
             hidden = [output.hidden_states[read][i, :n] for read in reads]
-            hidden_NLD = torch.stack(hidden, dim=1) if hidden else final_ND.new_empty(n, 0, self.spec.width)
-            results.append(Verified(self._logits(final_ND), hidden_NLD))
-        return results
+            hidden_NLD = torch.stack(hidden, dim=1) if hidden else final[i].new_empty(n, 0, self.spec.width)
+            results[place] = Verified(logits[i], hidden_NLD)
+        return [result for result in results if result is not None]
 
     @torch.inference_mode()
     def keep(self, cache: EagerCache, path: Sequence[int]) -> None:

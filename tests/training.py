@@ -1,0 +1,39 @@
+"""Answers of a tiny target and trainers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from eyas.data import Sequence
+from eyas.features import Streamed
+from eyas.generate import generate_plain
+from eyas.initial import draft_vocabulary, new_head
+from eyas.measure import timed
+from eyas.sampling import Sampling
+from eyas.targets.eager import EagerTarget
+from eyas.train import TrainConfig, Trainer
+from eyas.verify import Stop
+
+PROMPTS = [[1, 5, 9, 3], [1, 7, 7], [1, 20, 33, 4, 8], [1, 50]]
+
+
+def answered(prompt: Seq[int], answer: Seq[int]) -> Sequence:
+    return Sequence((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),))
+
+
+def answers(target: EagerTarget, length: int = 24) -> list[Sequence]:
+    stop = Stop(length)
+    return [answered(prompt, timed(generate_plain(target, prompt, Sampling(), stop)).tokens) for prompt in PROMPTS]
+
+
+def trainer(kind: str, target: EagerTarget, sequences: Seq[Sequence], config: TrainConfig, **settings) -> Trainer:
+    vocabulary, _ = draft_vocabulary(sequences, 40, special_ids=(2,))
+    steps = {"eagle": 1}.get(kind, 3)
+    head = new_head(kind, target, None if kind == "eagle" else vocabulary, **{"steps": steps, "noise": 0.0, **settings})
+    return Trainer(head, Streamed(target, sequences, reads_for(head)), config, torch.float32, {})
+
+
+def reads_for(head) -> tuple[int, ...]:
+    return head.reads if head.kind != "eagle3" else (*head.reads, 4)
