@@ -19,8 +19,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 import eyas
-from eyas.bench import machine, read_workload, versions
 from eyas.generate import Request
+from eyas.machine import machine, versions
+from eyas.prompts import read_workload
 
 
 def main() -> int:

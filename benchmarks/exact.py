@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM
 
 import eyas
 from eyas import native
-from eyas.bench import machine, read_workload, versions
 from eyas.checkpoint import target_folder
+from eyas.machine import machine, versions
 from eyas.measure import Divergence, judge, rounding, timed
 from eyas.model import attach_head
+from eyas.prompts import read_workload
 from eyas.sampling import Prefix
 
 

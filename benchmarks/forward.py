@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import eyas
-from eyas.bench import machine, versions
+from eyas.machine import machine, versions
 from eyas.tree import Tree
 
 HERE = Path(__file__).parent

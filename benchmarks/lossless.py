@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 import eyas
 from eyas import native
-from eyas.bench import machine, read_workload, versions
+from eyas.machine import machine, versions
 from eyas.measure import tau, timed
+from eyas.prompts import read_workload
 
 
 def main() -> int:

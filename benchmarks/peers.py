@@ -22,11 +22,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import eyas
-from eyas.bench import machine, read_workload, versions
 from eyas.checkpoint import target_folder
+from eyas.machine import machine, versions
 from eyas.measure import timed
 from eyas.model import attach_head
 from eyas.policies import parse_policy
+from eyas.prompts import read_workload
 
 Engine = Callable[[list[int], int], tuple[int, float, float | None]]  # new tokens, seconds, tau
 

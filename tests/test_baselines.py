@@ -126,6 +126,18 @@ def test_lookup_finds_what_a_scan_of_the_text_finds() -> None:
         assert [token for token, _ in one] == expected[:1]
 
 
+def test_the_best_are_the_first_of_any_more() -> None:
+    """Also where a shorter match has a better one than the last of a longer match: a replay counts on it."""
+    # 1 2 was followed by ten tokens, .075 for each; 2 alone by 8 nearly always, which has a good half of .125
+    crowded = [token for k in range(10, 20) for token in (1, 2, k)] + [2, 8] * 40 + [9, 1, 2]
+    assert listed(after(crowded, 1)[1])[0] == [(8, 0.1)]
+    random = torch.randint(0, 5, (80,), generator=torch.Generator().manual_seed(2)).tolist()
+    for text in (crowded, *(random[:end] for end in range(2, len(random)))):
+        every = listed(after(text, 99)[1])[0]
+        for width in range(1, 7):
+            assert listed(after(text, width)[1])[0] == every[:width]
+
+
 SHAPES = [
     (Chain(4), (2, 4, 1, 2, 4), (-1, 0, 1, 2, 3)),
     (eyas.Static(((0,), (1,), (3,), (0, 0), (1, 0), (1, 1), (3, 0))), (2, 4, 3, 1, 1), (-1, 0, 0, 1, 2)),

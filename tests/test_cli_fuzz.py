@@ -31,7 +31,15 @@ CASES = int(os.environ.get("EYAS_FUZZ", "40"))
 SECONDS = 20  # for one case
 
 NATIVE = native.cpu_features() is not None
-SENTENCES_BEFORE = ("back end: ", "tree: ", "the head ", "the model's own ", "loading the demo ", "draft vocabulary: ")
+SENTENCES_BEFORE = (
+    "back end: ",
+    "tree: ",
+    "the head ",
+    "the model's own ",
+    "loading the demo ",
+    "draft vocabulary: ",
+    "kept in ",
+)
 WRITTEN_BEFORE = ("leave no token", "does not fit the grammar", "too complex", "the grammar: ")  # found while answering
 
 # What may stand anywhere on a command line.
@@ -260,7 +268,8 @@ class Case:
 
     def command(self) -> list[str]:
         kind = self.rng.choices(
-            ["generate", "bench", "demo", "inspect", "train", "prepare", "other"], [56, 15, 5, 10, 3, 4, 7]
+            ["generate", "bench", "demo", "inspect", "train", "prepare", "expect", "report", "other"],
+            [50, 17, 5, 10, 3, 4, 3, 2, 6],
         )[0]
         argv = [kind, *getattr(self, kind)()]
         if self.rng.random() < 0.5:
@@ -289,7 +298,25 @@ class Case:
             tree = self.value(["", "@", "@" + self.place("tree")])
             argv += self.pair("--method", self.place("head") + tree)
         count = ["1", "2", "7", "1000000"]
-        return argv + self.some({f: lambda: self.value(count, ["0", "-1", "x"]) for f in ("--limit", "--batch")}, 2)
+        flags = {f: lambda: self.value(count, ["0", "-1", "x"]) for f in ("--limit", "--batch", "--trace")}
+        flags |= {
+            "--turns": lambda: self.value(["first", "all"], ["none"]),
+            "--temperatures": lambda: self.value(["0", "0,1", "1,1"], ["", ",", "nan", "0,-1", "inf", "9" * 30]),
+            "--repeats": lambda: self.value(["1", "2"], ["0"]),
+            "--resume": lambda: self.value(["kept.jsonl"], [*self.places["answers"], *self.places["root"]]),
+            "--suite": lambda: self.value(["eagle"], ["hawk"]),
+            "--data-dir": lambda: self.value(["."], self.places["root"]),
+        }
+        return argv + self.some(flags, 3)
+
+    def expect(self) -> list[str]:
+        alphas = self.value(["0", "0.7", "1", "0.7,0.2"], ["", ",", "0.7,0.7", "-0.1", "nan", "1e400"])
+        files = self.value([*self.places["answers"], *self.places["workload"]], self.places["root"])
+        source = self.pair("--alpha", alphas) if self.rng.random() < 0.7 else self.pair("--bench", files)
+        return [*source, *self.some({"--tree": lambda: self.place("tree")}, 1)]
+
+    def report(self) -> list[str]:
+        return [self.value([*self.places["answers"], *self.places["workload"]], self.places["root"])]
 
     def demo(self) -> list[str]:
         argv = ["--max-new-tokens", "4", "--limit", "2", *self.common(), "--head", self.place("head")]

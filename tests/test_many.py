@@ -23,6 +23,7 @@ from eyas.initial import new_head
 from eyas.measure import timed
 from eyas.model import Model
 from eyas.policies import Chain, parse_policy
+from eyas.prompts import read_workload
 from eyas.sampling import Sampling
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
@@ -268,9 +269,9 @@ def test_bench_in_batches(texts: Model, tmp_path: Path) -> None:
     file = tmp_path / "w.txt"
     file.write_text("".join(f"prompt {i}\n" for i in range(7)))
     methods = [bench.Method(None, replace(texts, drafter=None)), bench.Method("x", texts)]
-    settings = (bench.read_workload(file, None), "w", Sampling(0.7), 10)
-    alone, answers_alone = bench.compare(methods, *settings)
-    batched, answers = bench.compare(methods, *settings, batch=3)
+    settings = (read_workload(file, None), "w", Sampling(0.7))
+    alone, answers_alone = bench.compare(methods, *settings, bench.How(10))
+    batched, answers = bench.compare(methods, *settings, bench.How(10, batch=3))
     assert [row.batch for row in batched] == [3, 3]
     assert [row.identical for row in batched] == [row.identical for row in alone] == [7, 7]
     assert [[a.tokens for a in side] for side in answers] == [[a.tokens for a in side] for side in answers_alone]

@@ -2,31 +2,40 @@
 
 Speed-up is total tokens over total time of each method on the same prompts with the same stop rules; plain always runs,
 and each prompt (or batch of them) is answered by every method before the next one is begun, so that a drifting machine
-slows all alike.
+slows all alike. Every other figure comes from `Round`s (`measure`).
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import resource
-import sys
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-import torch
-import transformers
 from tqdm import tqdm
 
-from eyas.errors import InputError, one_line
-from eyas.generate import Request, Round
-from eyas.measure import Answer, Divergence, alpha_by_depth, find_divergence, rounding, target_forwards, tau, timed
-from eyas.model import Model
-from eyas.native import cpu_features, threads_in_use
+from eyas import measure
+from eyas.errors import InputError
+from eyas.generate import Memory, Request, Round, generate
+from eyas.machine import peak_memory_bytes
+from eyas.measure import Answer, find_divergence, rounding, timed
+from eyas.model import Message, Model
 from eyas.policies import Dynamic
+from eyas.prompts import Item
 from eyas.sampling import Sampling
+from eyas.tree import Tree
+
+
+@dataclass(frozen=True)
+class How:
+    """How a comparison is run."""
+
+    max_new_tokens: int
+    batch: int = 1  # prompts that share their forwards
+    all_turns: bool = False  # go on through each conversation, or stop after its first turn
+    repeats: int = 1  # alternated runs, for the interval of what is timed
+    traced: int = 0  # answers whose rounds are written down, for the report's tree viewer
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Row:
-    """A method's figures on a workload: one row of the JSON that `--json` prints."""
+    """A method's figures on a workload: one row of the JSON that `--json` prints. Rounds are those of the first run."""
 
     workload: str
     method: str
@@ -81,95 +90,151 @@ class Row:
     other_ms: float
     peak_memory_bytes: int
     batch: int  # prompts that shared their forwards
+    max_new_tokens: int
+    turns: str  # "first" or "all"
+    seconds: float  # of all runs
+    runs: int
+    tokens_per_second_interval: list[float] | None  # the slowest and the fastest run; None of a single one
+    speedup_interval: list[float] | None  # the same of each run's speed over plain's in that run
+    acceptance_by_depth: list[float]
+    acceptance_by_rank: list[float]
+    acceptance_by_depth_and_rank: list[list[float]]
+    n_alpha: list[float] | None
+    rejected_outside_vocabulary: float | None
+    calibration: list[dict[str, float]]
+    path_calibration: list[dict[str, float]]
+    draft_ms_by_level: list[float]
+    answers: list[dict[str, object]]  # with their rounds: the first few that were asked for
 
 
-@dataclass(frozen=True)
-class Item:
-    """One prompt of a workload."""
+class _Talk:
+    """One conversation, which goes on from plain decoding's answers."""
 
-    id: str
-    text: str
+    def __init__(self, plain: Model, item: Item, sampling: Sampling, how: How) -> None:
+        self._plain, self._sampling, self._stop = plain, sampling, plain.stopping(how.max_new_tokens)
+        self.turns = item.turns if how.all_turns else item.turns[:1]
+        self._messages = [] if item.system is None else [Message(role="system", content=item.system)]
+        self.item = item
+        self.turn = -1  # that was asked last
+        self.request = Request([], sampling, self._stop)  # the last one
+
+    def ask(self) -> bool:
+        """Make the next turn's request; False where there is none, or no room for it in the context."""
+        self.turn += 1
+        if self.turn >= len(self.turns):
+            return False
+        self._messages.append(Message(role="user", content=self.turns[self.turn]))
+        plain, alone = self._plain, len(self._messages) == 1  # a text needs no chat template
+        ids = plain.encode(self.turns[0] if alone else self._messages)
+        most = plain.target.spec.max_length
+        if len(ids) >= most and self.turn == 0:
+            raise InputError(f"the prompt {self.item.id!r} has {len(ids)} tokens; the target's context holds {most}, "
+                             f"which must leave room for an answer")  # fmt: skip
+        self.request = Request(ids, self._sampling, self._stop)
+        return len(ids) < most
+
+    def hear(self, answer: Answer) -> None:
+        self._messages.append(Message(role="assistant", content=self._plain.decode(answer.tokens)))
 
 
-def read_workload(path: Path, limit: int | None) -> list[Item]:
-    """First turns of a workload file: JSONL with `turns` (and `id`), or plain text, one prompt a line.
+@dataclass
+class _Column:
+    """What a method has done so far on a workload."""
 
-    Raises:
-        InputError: the file cannot be read, a line is malformed (named), or there is no prompt in it.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: JSON may hold other line ends
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be
-        raise InputError(f"cannot read the workload {str(path)!r}: {one_line(error)}") from error
-    items = []
-    for number, line in enumerate(lines, start=1):
-        if limit is not None and len(items) >= limit:
-            break
-        if line.strip():
-            items.append(_item(line, path, number))
-    if not items:
-        raise InputError(f"the workload {str(path)!r} holds no prompt")
-    return items
+    method: Method
+    answers: list[Answer] = field(default_factory=list)  # of the first run
+    divergences: list[dict[str, object]] = field(default_factory=list)
+    traced: list[dict[str, object]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # by run
+    seconds: list[float] = field(default_factory=list)
+    memory: Memory[Any, Any] | None = None  # of the conversation that is being held
 
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
-def _item(line: str, path: Path, number: int) -> Item:
-    if path.suffix != ".jsonl":
-        return Item(str(number), line)
-    try:
-        record = json.loads(line)
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
-            raise TypeError
-        return Item(str(record.get("id", number)), turns[0])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError(f"{path}, line {number}: expected an object with turns, a list of texts") from error
+    @property
+    def speed(self) -> float:
+        return sum(self.tokens) / sum(self.seconds)
+
+    def answer(self, requests: Sequence[Request], judged: bool) -> list[Answer]:
+        model = self.method.model
+        with_logits = judged and self.method.keyed and rounding(model.target.spec) > 0
+        answers = _answers(model, requests, with_logits, self.memory)
+        self.tokens[-1] += sum(len(answer.tokens) for answer in answers)
+        self.seconds[-1] += sum(answer.seconds for answer in answers)
+        return answers
+
+    def keep(self, talk: _Talk, answer: Answer, plain: Answer, num_traced: int) -> None:
+        """An answer, without its logits, and where it leaves plain decoding's."""
+        if self.method.keyed:
+            request, allowed = talk.request, rounding(self.method.model.target.spec)
+            found = find_divergence(request.prompt, plain, answer, request.sampling, allowed)
+            if found is not None:
+                self.divergences.append({"id": talk.item.id, "turn": talk.turn, **asdict(found)})
+        self.answers.append(answer.without_logits())
+        if len(self.traced) < num_traced:
+            self.traced.append(_written_down(self.method.model, talk, answer))
 
 
 def compare(
-    methods: Sequence[Method],
-    items: Sequence[Item],
-    workload: str,
-    sampling: Sampling,
-    max_new_tokens: int,
-    batch: int = 1,
+    methods: Sequence[Method], items: Sequence[Item], workload: str, sampling: Sampling, how: How
 ) -> tuple[list[Row], list[list[Answer]]]:
-    """Run every method on every prompt; a row for each method, and the answers by method and prompt.
+    """Run every method on every conversation; a row for each method, and the answers by method and turn.
 
     `methods[0]` is plain decoding, which the others are compared with. Prompt i is sample i of the keyed noise. Methods
-    take turns at `batch` prompts at a time, which share their forwards.
+    take turns at `how.batch` prompts at a time, which share their forwards. A conversation ends before a turn that the
+    target's context has no room for.
     """
-    assert methods[0].model.drafter is None, "the first method is plain decoding"
-    stop = methods[0].model.stopping(max_new_tokens)
-    prompts = [_encode(methods[0].model, item) for item in items]  # all of them first: a bad one costs no measurement
-    requests = [Request(ids, replace(sampling, sample=sampling.sample + i), stop) for i, ids in enumerate(prompts)]
-    _warm_up(methods, requests[0])
-    allowed = rounding(methods[0].model.target.spec)
-    answers: list[list[Answer]] = [[] for _ in methods]
-    divergences: list[list[dict[str, object]]] = [[] for _ in methods]
-    with tqdm(total=len(items) * len(methods), desc=workload, unit="answer") as bar:
-        for first in range(0, len(items), batch):
-            turn = requests[first : first + batch]
-            for m, method in enumerate(methods):
-                answers[m] += _answers(method.model, turn, with_logits=method.keyed and allowed > 0)
-                for i, request in enumerate(turn, start=first) if method.keyed else ():
-                    found = find_divergence(request.prompt, answers[0][i], answers[m][i], request.sampling, allowed)
-                    if found is not None:
-                        divergences[m].append(_record(items[i], found))
-                bar.update(len(turn))
-            for side in answers:
-                side[first:] = [answer.without_logits() for answer in side[first:]]
-    rows = [
-        _row(workload, method, answers[m], answers[0], divergences[m], sampling, batch)
-        for m, method in enumerate(methods)
-    ]
-    return rows, answers
+    plain = methods[0].model
+    assert plain.drafter is None, "the first method is plain decoding"
+    keyed = [replace(sampling, sample=sampling.sample + i) for i in range(len(items))]
+    talks = [_Talk(plain, item, own, how) for item, own in zip(items, keyed, strict=True)]
+    for talk in talks:
+        talk.ask()  # all of them first: a bad prompt costs no measurement
+    several = how.all_turns and any(len(item.turns) > 1 for item in items)
+    if several and plain.tokenizer.chat_template is None:
+        raise InputError("the target has no chat template, which a conversation's later turns need: give --turns first")
+    _warm_up(methods, talks[0].request)
+    columns = [_Column(method) for method in methods]
+    answers = sum(len(talk.turns) for talk in talks) * len(methods)
+    with tqdm(total=answers * how.repeats, desc=workload, unit="answer") as bar:
+        for run in range(how.repeats):
+            for column in columns:
+                column.tokens.append(0)
+                column.seconds.append(0.0)
+            for first in range(0, len(items), how.batch):
+                group = slice(first, first + how.batch)
+                talks = [_Talk(plain, item, own, how) for item, own in zip(items[group], keyed[group], strict=True)]
+                for column in columns:  # keys and values of earlier turns are kept for one conversation at a time
+                    column.memory = Memory() if several and len(talks) == 1 else None
+                _hold(talks, columns, how, judged=run == 0)
+                bar.update(sum(len(talk.turns) for talk in talks) * len(methods))
+    rows = [_row(workload, column, columns[0], sampling, how) for column in columns]
+    return rows, [column.answers for column in columns]
 
 
-def _answers(model: Model, requests: Sequence[Request], with_logits: bool) -> list[Answer]:
+def _hold(talks: Sequence[_Talk], columns: Sequence[_Column], how: How, judged: bool) -> None:
+    """A few conversations with every method, turn by turn; answers are kept if they are to be judged."""
+    while asked := [talk for talk in talks if talk.ask()]:
+        answers = [column.answer([talk.request for talk in asked], judged) for column in columns]
+        for i, talk in enumerate(asked):
+            talk.hear(answers[0][i])
+            for column, own in zip(columns, answers, strict=True) if judged else ():
+                column.keep(talk, own[i], answers[0][i], how.traced)
+
+
+def _answers(
+    model: Model, requests: Sequence[Request], with_logits: bool, memory: Memory[Any, Any] | None = None
+) -> list[Answer]:
     """Answers that share their forwards, each with an equal share of the time; one alone runs as `generate` does."""
     if len(requests) == 1:
         (request,) = requests
-        return [timed(model.rounds(request.prompt, request.sampling, request.stop, with_logits))]
+        settings = (request.prompt, request.sampling, request.stop, with_logits)
+        if memory is None:
+            return [timed(model.rounds(*settings))]
+        return [timed(generate(model.target, model.drafter, model.policy, *settings, memory))]
     rounds: list[list[Round]] = [[] for _ in requests]
     begun = time.perf_counter()
     for number, round_ in model.many_rounds(requests, len(requests), with_logits):
@@ -178,104 +243,86 @@ def _answers(model: Model, requests: Sequence[Request], with_logits: bool) -> li
     return [Answer(own, seconds) for own in rounds]
 
 
-def _encode(model: Model, item: Item) -> list[int]:
-    ids = model.encode(item.text)
-    if len(ids) >= model.target.spec.max_length:
-        raise InputError(f"the prompt {item.id!r} has {len(ids)} tokens; the target's context holds "
-                         f"{model.target.spec.max_length}, which must leave room for an answer")  # fmt: skip
-    return ids
-
-
 def _warm_up(methods: Sequence[Method], request: Request) -> None:
     for method in methods:
         _answers(method.model, [replace(request, stop=replace(request.stop, max_new_tokens=8))], with_logits=False)
 
 
-def _record(item: Item, divergence: Divergence) -> dict[str, object]:
-    return {"id": item.id, **asdict(divergence)}
-
-
-def _row(
-    workload: str,
-    method: Method,
-    answers: Sequence[Answer],
-    plain: Sequence[Answer],
-    divergences: list[dict[str, object]],
-    sampling: Sampling,
-    batch: int,
-) -> Row:
+def _row(workload: str, column: _Column, plain: _Column, sampling: Sampling, how: How) -> Row:
+    method, answers, spec = column.method, column.answers, column.method.model.target.spec
     rounds = [round_ for answer in answers for round_ in answer.rounds]
-    speed, plain_speed = (
-        sum(len(answer.tokens) for answer in side) / sum(answer.seconds for answer in side) for side in (answers, plain)
-    )
+    ratios = [own / other for own, other in zip(column.speeds, plain.speeds, strict=True)]
+    drafter = method.model.drafter
     return Row(
         workload=workload,
         method=method.name,
         head=method.head,
         tree=method.tree,
-        backend=method.model.target.spec.backend,
-        dtype=str(method.model.target.spec.dtype).removeprefix("torch."),
+        backend=spec.backend,
+        dtype=str(spec.dtype).removeprefix("torch."),
         temperature=sampling.temperature,
         seed=sampling.seed,
         sequences=len(answers),
         new_tokens=sum(len(answer.tokens) for answer in answers),
-        target_forwards=target_forwards(answers),
-        tau=tau(answers),
-        alpha_by_depth=alpha_by_depth(answers),
-        tokens_per_second=speed,
-        speedup_vs_plain=speed / plain_speed,
-        identical=len(answers) - len(divergences) if method.keyed else None,
-        divergences=divergences,
+        target_forwards=measure.target_forwards(answers),
+        tau=measure.tau(answers),
+        alpha_by_depth=measure.alpha_by_depth(answers),
+        tokens_per_second=column.speed,
+        speedup_vs_plain=column.speed / plain.speed,
+        identical=len(answers) - len(column.divergences) if method.keyed else None,
+        divergences=column.divergences,
         draft_ms=sum(round_.draft_ms for round_ in rounds),
         verify_ms=sum(round_.verify_ms for round_ in rounds),
         other_ms=sum(round_.other_ms for round_ in rounds),
         peak_memory_bytes=peak_memory_bytes(),
-        batch=batch,
+        batch=how.batch,
+        max_new_tokens=how.max_new_tokens,
+        turns="all" if how.all_turns else "first",
+        seconds=sum(column.seconds),
+        runs=how.repeats,
+        tokens_per_second_interval=_interval(column.speeds),
+        speedup_interval=_interval(ratios),
+        acceptance_by_depth=measure.acceptance_by_depth(answers),
+        acceptance_by_rank=measure.acceptance_by_rank(answers),
+        acceptance_by_depth_and_rank=measure.acceptance_by_depth_and_rank(answers),
+        n_alpha=measure.n_alpha(answers),
+        rejected_outside_vocabulary=drafter and measure.rejected_outside_vocabulary(answers, drafter.can_propose),
+        calibration=[asdict(bin_) for bin_ in measure.calibration(answers)],
+        path_calibration=[asdict(bin_) for bin_ in measure.path_calibration(answers)],
+        draft_ms_by_level=measure.level_ms(answers),
+        answers=column.traced,
     )
+
+
+def _interval(of_runs: Sequence[float]) -> list[float] | None:
+    return [min(of_runs), max(of_runs)] if len(of_runs) > 1 else None
+
+
+def _written_down(model: Model, talk: _Talk, answer: Answer) -> dict[str, object]:
+    """An answer and its rounds as plain data: trees with path values, what was accepted, and the texts of tokens."""
+    seen = {token for round_ in answer.rounds for token in round_.tokens}
+    rounds: list[dict[str, object]] = []
+    for round_ in answer.rounds:
+        tree = Tree((0,), (-1,)) if round_.tree is None else round_.tree
+        rounds.append(
+            {
+                "tokens": list(tree.tokens) if round_.tree else None,
+                "parents": list(tree.parents) if round_.tree else None,
+                "values": [round(math.exp(score), 4) for score in tree.scores] if round_.tree else None,
+                "path": round_.path,
+                "delivered": round_.tokens,
+            }
+        )
+        seen |= set(tree.tokens)
+    return {
+        "id": talk.item.id,
+        "turn": talk.turn,
+        "prompt": talk.item.turns[talk.turn],
+        "rounds": rounds,
+        "texts": {str(token): model.piece(token) for token in sorted(seen)},
+    }
 
 
 def unexplained(rows: Sequence[Row]) -> int:
     """Divergences that rounding does not account for: bugs."""
     return sum(not divergence["explained"] for row in rows for divergence in row.divergences)
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def machine() -> dict[str, object]:
-    """What a figure must stand beside."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _cpu_info() if line.startswith("model name")), platform.processor()
-    )
-    features = [name for name, found in (cpu_features() or {}).items() if found]
-    return {"cpu": model, "features": features, "system": platform.platform(), "threads": threads_in_use()}
-
-
-def _cpu_info() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def versions() -> dict[str, str]:
-    """Versions that figures depend on."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Rows for people."""
-    lines = [
-        f"{'method':8} {'tree':40} {'tau':>5} {'tokens/s':>9} {'speed-up':>8} {'identical':>9}  draft/verify/rest %"
-    ]
-    for row in rows:
-        parts = (row.draft_ms, row.verify_ms, row.other_ms)
-        shares = "/".join(f"{100 * part / sum(parts):.0f}" for part in parts)
-        tau_text = "-" if row.tau is None else f"{row.tau:.2f}"
-        same = "-" if row.identical is None else f"{row.identical:4}/{row.sequences:<4}"
-        lines.append(
-            f"{row.method:8} {row.tree or '-':40} {tau_text:>5} {row.tokens_per_second:9.1f} "
-            f"{row.speedup_vs_plain:7.2f}x {same:>9}  {shares}"
-        )
-    return "\n".join(lines)

@@ -152,7 +152,7 @@ def parse(record: object, where: str, line: int) -> Conversation:
     if not isinstance(record, Mapping) or len(given) != 1 or not isinstance(record[given[0]], list):
         raise InputError(f"{where}: expected an object with one list of {', '.join(forms)}")
     entries = record[given[0]]
-    id_ = record.get("id", record.get("question_id"))
+    id_ = record.get("id", record.get("question_id"))  # as MT-bench has it
     common = (where, line, str(line if id_ is None else id_))
     if given[0] == "turns":
         if not entries:

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eyas import data, exports, readers
-from eyas.bench import read_workload
 from eyas.checkpoint import LOOKUP, SMALL, head_folder, load_small_target, open_head, target_fingerprint
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
@@ -28,6 +27,7 @@ from eyas.formats import read_head
 from eyas.layouts import layer_count, switches
 from eyas.measure import perplexity
 from eyas.model import Model, attach_head, choose_policy, load
+from eyas.prompts import read_workload
 from eyas.readers import FAILS, NOTE, SILENT, Finding, Reading
 from eyas.targets.eager import EagerTarget
 from eyas.tree import Tree

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Generic, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ class Round:
     draft_ms: float
     verify_ms: float
     other_ms: float
+    level_ms: tuple[float, ...] = ()  # of draft_ms, by level; the first one absorbs verified tokens too
 
 
 @dataclass(frozen=True)
@@ -204,12 +206,13 @@ class _Sequence(Generic[CacheT, StateT]):
         self._tokens = list(request.prompt)
         self._num_pairs = 0  # that the drafter has observed
         self._draft_ms = 0.0
+        self._level_ms: tuple[float, ...] = ()
 
     def read_prompt(self, memory: Memory[CacheT, StateT] | None) -> Round:
         """The prompt's own forward, which yields the first token."""
         target, clock = self._engine.target, _Clock()
         start = self._begin(memory)
-        verified = _read(target, self.cache, self._tokens[start:], self._engine.reads)
+        verified = read(target, self.cache, self._tokens[start:], self._engine.reads)
         verify_ms = clock.lap()
         self._hidden_TLD = verified.hidden_NLD
         step = walk(Tree.chain(self._tokens[-1:]), verified.logits_NV, self._sampling, self._prefix, self._stop)
@@ -222,12 +225,14 @@ class _Sequence(Generic[CacheT, StateT]):
         drafter, policy, clock = self._engine.drafter, self._engine.policy, _Clock()
         if drafter is None or self._state is None:
             return Tree.chain(self._tokens[-1:])
+        marks = [time.perf_counter()]
         candidates = drafter.observe(self._state, self._followers, self._hidden_TLD, policy.width)
         self._num_pairs += len(self._followers)
         budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
         root, position = self._tokens[-1], len(self._tokens)
-        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position)
+        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, marks)
         self._draft_ms = clock.lap()
+        self._level_ms = tuple((end - begin) * 1e3 for begin, end in pairwise(marks))
         return tree
 
     def take(self, tree: Tree, verified: Verified, verify_ms: float) -> Round:
@@ -238,7 +243,8 @@ class _Sequence(Generic[CacheT, StateT]):
         self._hidden_TLD, self._followers = verified.hidden_NLD[step.path], step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
         tree = tree if self._engine.with_logits else tree.without_laws()
-        return self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
+        round_ = self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
+        return replace(round_, level_ms=self._level_ms)
 
     def leave(self, memory: Memory[CacheT, StateT] | None) -> None:
         """Keep what a next turn can go on from."""
@@ -284,7 +290,7 @@ def generate_plain(
     """
     tokens, stop = list(prompt), _within_context(target, prompt, stop)
     cache, clock = target.new_cache(), _Clock()
-    verified = _read(target, cache, tokens, reads=())
+    verified = read(target, cache, tokens, reads=())
     tree = None
     while True:
         verify_ms = clock.lap()
@@ -301,7 +307,7 @@ def generate_plain(
         target.keep(cache, [0])
 
 
-def _read(target: Target[CacheT], cache: CacheT, tokens: list[int], reads: Sequence[int]) -> Verified:
+def read(target: Target[CacheT], cache: CacheT, tokens: list[int], reads: Sequence[int]) -> Verified:
     """A prompt, in pieces: no pass has more rows than `PREFILL_ROWS`, however long the prompt."""
     pieces: list[Verified] = []
     for first in range(0, len(tokens), PREFILL_ROWS):

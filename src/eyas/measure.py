@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
@@ -83,22 +84,150 @@ def tau(answers: Sequence[Answer]) -> float | None:
     return delivered / forwards if forwards else None
 
 
-def alpha_by_depth(answers: Sequence[Answer]) -> list[float]:
-    """Per depth: of the draws at a node that had candidates below it, the share that hit one (first entry: depth 1)."""
-    tried: list[int] = []
-    hit: list[int] = []
+@dataclass(frozen=True)
+class Draw:
+    """A token drawn at a node of the accepted path that had candidates below it."""
+
+    tree: Tree
+    node: int
+    token: int
+    children: list[int]  # the candidates, best first
+    rank: int | None  # the place among them of the one that was hit
+
+    @property
+    def depth(self) -> int:
+        """Of the candidates: 1 below the root."""
+        return self.tree.depths[self.node] + 1
+
+
+def draws(answers: Sequence[Answer]) -> Iterator[Draw]:
+    """The draws that candidates could win, in order."""
     for round_ in (round_ for answer in answers for round_ in answer.rounds):
         if round_.tree is None:
             continue
-        for depth in range(len(round_.tokens)):  # one draw for each delivered token, at the nodes of the path
-            if not round_.tree.children(round_.path[depth]):
-                break
-            if depth == len(tried):
-                tried.append(0)
-                hit.append(0)
-            tried[depth] += 1
-            hit[depth] += len(round_.path) > depth + 1
-    return [h / t for h, t in zip(hit, tried, strict=True)]
+        for node, token in zip(round_.path, round_.tokens, strict=False):  # an answer may end at an accepted node
+            children = round_.tree.children(node)
+            if children:
+                hit = round_.tree.child(node, token)
+                yield Draw(round_.tree, node, token, children, None if hit is None else children.index(hit))
+
+
+def alpha_by_depth(answers: Sequence[Answer]) -> list[float]:
+    """Per depth: of the draws at a node that had candidates below it, the share that hit one (first entry: depth 1)."""
+    outcomes: list[list[bool]] = []
+    for draw in draws(answers):
+        outcomes += [[] for _ in range(draw.depth - len(outcomes))]
+        outcomes[draw.depth - 1].append(draw.rank is not None)
+    return [sum(own) / len(own) for own in outcomes]
+
+
+def acceptance_by_depth(answers: Sequence[Answer]) -> list[float]:
+    """Per depth: of all target forwards, the share that accepted a node at that depth (first entry: depth 1).
+
+    Unlike `alpha_by_depth` it does not ask whether the depth was reached or drafted: 1 + the sum of the entries is tau,
+    but for tokens that an answer's end cut off.
+    """
+    accepted = [len(round_.path) - 1 for answer in answers for round_ in answer.rounds if round_.tree is not None]
+    depths = range(1, max(accepted, default=0) + 1)
+    return [sum(number >= depth for number in accepted) / len(accepted) for depth in depths]
+
+
+def acceptance_by_rank(answers: Sequence[Answer]) -> list[float]:
+    """Per place among siblings (first entry: the best one): of the draws at a node that had such a candidate, the share
+    that hit it. A dynamic tree keeps a second candidate mostly where the first one is in doubt."""
+    return _by_rank(list(draws(answers)))
+
+
+def acceptance_by_depth_and_rank(answers: Sequence[Answer]) -> list[list[float]]:
+    """`acceptance_by_rank` for each depth (first entry: depth 1)."""
+    by_depth: list[list[Draw]] = []
+    for draw in draws(answers):
+        by_depth += [[] for _ in range(draw.depth - len(by_depth))]
+        by_depth[draw.depth - 1].append(draw)
+    return [_by_rank(own) for own in by_depth]
+
+
+def _by_rank(own: Sequence[Draw]) -> list[float]:
+    most = max((len(draw.children) for draw in own), default=0)
+    there = [sum(len(draw.children) > rank for draw in own) for rank in range(most)]
+    return [sum(draw.rank == rank for draw in own) / there[rank] for rank in range(most)]
+
+
+def n_alpha(answers: Sequence[Answer]) -> list[float] | None:
+    """n-alpha of the EAGLE papers (arXiv 2401.15077, section 4.1): the acceptance rate of a chain's token that was
+    guessed from n guesses before it, all of them accepted (first entry: 0-alpha). None where a tree was no chain.
+
+    At temperature 0 it is the papers' figure. Above, the papers accept by chance min(1, p/q) of a sampled draft; here a
+    token is accepted if the target draws it.
+    """
+    trees = [round_.tree for answer in answers for round_ in answer.rounds if round_.tree is not None]
+    return alpha_by_depth(answers) if all(tree.is_chain for tree in trees) and any(map(_drafted, trees)) else None
+
+
+def _drafted(tree: Tree) -> bool:
+    return len(tree) > 1
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Nodes whose confidence lies from `low` up to `high`."""
+
+    low: float
+    high: float
+    confidence: float  # mean
+    accepted: float  # share
+    count: int
+
+
+def calibration(answers: Sequence[Answer]) -> list[Bin]:
+    """Draft probabilities of candidates at the nodes where the target drew, against the share that it hit."""
+    return _bins(
+        (math.exp(draw.tree.scores[child] - draw.tree.scores[draw.node]), rank == draw.rank)
+        for draw in draws(answers)
+        for rank, child in enumerate(draw.children)
+    )
+
+
+def path_calibration(answers: Sequence[Answer]) -> list[Bin]:
+    """Path values (products of draft probabilities, what dynamic trees go by) of all nodes that were verified, against
+    the share whose whole path was accepted (EAGLE-2, arXiv 2406.16858, section 3.2)."""
+    return _bins(
+        (math.exp(round_.tree.scores[node]), node in round_.path)
+        for answer in answers
+        for round_ in answer.rounds
+        if round_.tree is not None
+        for node in _decided(round_.tree, round_)
+    )
+
+
+def _decided(tree: Tree, round_: Round) -> Iterator[int]:
+    """Draft nodes, without those below an accepted node at which the answer ended: nothing was drawn there."""
+    ended = round_.path[-1] if len(round_.tokens) < len(round_.path) else None
+    return (node for node in range(1, len(tree)) if ended is None or ended not in tree.path(node)[:-1])
+
+
+def _bins(outcomes: Iterable[tuple[float, bool]], num: int = 10) -> list[Bin]:
+    """Equal steps of confidence; those without a node are left out."""
+    found: list[list[tuple[float, bool]]] = [[] for _ in range(num)]
+    for confidence, accepted in outcomes:
+        found[min(int(confidence * num), num - 1)].append((confidence, accepted))
+    return [
+        Bin(i / num, (i + 1) / num, sum(c for c, _ in own) / len(own), sum(a for _, a in own) / len(own), len(own))
+        for i, own in enumerate(found)
+        if own
+    ]
+
+
+def rejected_outside_vocabulary(answers: Sequence[Answer], can_propose: Callable[[int], bool]) -> float | None:
+    """Of the draws that hit no candidate, the share whose token the drafter can never propose; None where all hit."""
+    missed = [draw.token for draw in draws(answers) if draw.rank is None]
+    return sum(not can_propose(token) for token in missed) / len(missed) if missed else None
+
+
+def level_ms(answers: Sequence[Answer]) -> list[float]:
+    """Milliseconds of drafting by level, all rounds together."""
+    rounds = [round_ for answer in answers for round_ in answer.rounds]
+    return [sum(own) for own in zip_longest(*(round_.level_ms for round_ in rounds), fillvalue=0.0)]
 
 
 @dataclass(frozen=True)

@@ -218,6 +218,11 @@ class Model:
         """Text without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def piece(self, token: int) -> str:
+        """The text of a token inside of a text, blank before it and special tokens included."""
+        once, twice = (str(self.tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
+        return twice[len(once) :]  # a tokenizer may drop the blank at the beginning of a text
+
     def sampling(self, **settings: Unpack[Settings]) -> Sampling:
         """How answers are drawn; the repetition penalty of the model's own generation_config holds if none is given.
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from eyas.drafters.base import Candidates, Drafter
+from eyas.drafters.base import Candidates
 from eyas.errors import InputError, one_line
 from eyas.sampling import Sampling
 from eyas.tree import DraftLaw, Tree, best_nodes
 
 StateT = TypeVar("StateT")
+StateT_contra = TypeVar("StateT_contra", contravariant=True)
 RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
 _ALL = (1 << 31) - 1  # a width that no draft vocabulary reaches: drafters give what they have
 _MOST_NODES = 1024  # of a sampled tree, whose size is a power of its levels
@@ -230,21 +232,28 @@ class Sampled(Policy):
     keyed = False
 
 
+class Expands(Protocol[StateT_contra]):
+    """What `grow` asks of a drafter (`Drafter.expand`)."""
+
+    def expand(self, state: StateT_contra, rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates: ...
+
+
 def grow(
     policy: Policy,
-    drafter: Drafter[StateT],
+    drafter: Expands[StateT],
     state: StateT,
     root: int,
     first: Candidates,
     max_levels: int,
     sampling: Sampling | None = None,
     position: int = 0,
+    marks: list[float] | None = None,
 ) -> Tree:
     """A tree below the token `root`: expand level by level, then prune (rerank).
 
     `first` are the candidates that `observe` returned for the root's children; `max_levels` clips the policy to what
     the token budget and the context still allow. `sampling` and `position`, that of the root's children, are what a
-    `Sampled` tree is drawn with.
+    `Sampled` tree is drawn with. `marks` gets the time (`time.perf_counter`) at which each level stood.
     """
     tokens, parents, scores = [root], [-1], [0.0]
     paths: list[RankPath] = [()]  # kept up only for policies that go by rank
@@ -277,6 +286,8 @@ def grow(
             parents += [node] * len(below)
             rows += [next_row + k] * len(below)
         next_row += len(frontier)
+        if marks is not None:
+            marks.append(time.perf_counter())
         if number == levels:
             break
         chosen = policy.expands(Level(scores[begin:], paths[begin:]))

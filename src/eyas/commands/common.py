@@ -19,8 +19,10 @@ from eyas import bench, checkpoint, native
 from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError, one_line
 from eyas.grammar import compiled
+from eyas.machine import commit, machine, versions
 from eyas.model import BACKENDS, Model, choose_backend, load
 from eyas.policies import parse_policy
+from eyas.results import table
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget
@@ -174,10 +176,11 @@ def back_end(model: Model) -> str:
     return f"{spec.backend} ({torch.get_num_threads()} threads), {dtype}"
 
 
-def report(arguments: argparse.Namespace, model: Model, rows: list[bench.Row], extra: dict[str, object]) -> int:
+def report(arguments: argparse.Namespace, rows: list[bench.Row], extra: dict[str, object]) -> int:
     record = {
-        "machine": bench.machine(),
-        "versions": bench.versions(),
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
         "target": arguments.target,
         "rows": [asdict(row) for row in rows],
         **extra,
@@ -185,9 +188,10 @@ def report(arguments: argparse.Namespace, model: Model, rows: list[bench.Row], e
     if arguments.json:
         print_json(record)
     else:
-        for workload in dict.fromkeys(row.workload for row in rows):
-            print(f"\n{workload}, {rows[0].dtype}, {record['machine']}")
-            print(bench.table([row for row in rows if row.workload == workload]))
+        print(f"{rows[0].dtype}, {record['machine']}")
+        for workload, temperature in dict.fromkeys((row.workload, row.temperature) for row in rows):
+            print(f"\n{workload}, T={temperature:g}")
+            print(table([row for row in rows if (row.workload, row.temperature) == (workload, temperature)]))
     for row in rows:
         for divergence in row.divergences:
             say(f"{row.workload} {row.method} {row.tree} differs from plain: {divergence}")

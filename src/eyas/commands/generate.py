@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from eyas import bench
 from eyas.commands.common import decoding_flags, load_model, print_json, sampling_of, say
 from eyas.errors import InputError, one_line
+from eyas.machine import peak_memory_bytes
 from eyas.measure import timed
 from eyas.model import TextStream
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtype": str(model.target.spec.dtype).removeprefix("torch."),
         "seed": arguments.seed,
         "temperature": arguments.temperature,
-        "peak_memory_bytes": bench.peak_memory_bytes(),
+        "peak_memory_bytes": peak_memory_bytes(),
     }
     if arguments.json:
         print_json(record)

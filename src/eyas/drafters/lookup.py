@@ -31,7 +31,7 @@ class LookupState:
 
 
 class Lookup(Drafter[LookupState]):
-    """Followers of the longest match, then of shorter ones while there is room.
+    """Followers of the longest match, then of shorter ones while these can be among the best.
 
     A token that followed a match of n tokens c times of t is given (1 - 2**-n) c/t of what longer matches left of 1: a
     plain guess at how far to trust a match, which sums to less than 1. Equally likely ones: those of the longest match
@@ -94,6 +94,6 @@ def _below(state: LookupState, end: tuple[int, ...], width: int) -> list[tuple[i
         total = sum(counts.values())
         for token, times in reversed(counts.items()):
             estimates.setdefault(token, share * times / total)
-        if len(estimates) >= width:
-            break
+        if len(estimates) >= width and nlargest(width, estimates.values())[-1] >= left:
+            break  # no shorter match can be among the best
     return nlargest(width, estimates.items(), key=lambda item: item[1])  # equal ones keep their order
