@@ -24,8 +24,9 @@ import torch
 
 import eyas
 from eyas import checkpoint, cli
-from eyas.bench import machine, read_workload, versions
+from eyas.bench import machine, versions
 from eyas.model import Model
+from eyas.prompts import read_workload
 
 HERE = Path(__file__).parent
 
@@ -62,12 +63,12 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as scratch:
         rows = [here(model, prompts, arguments.max_new_tokens)]
+        print(json.dumps(rows[0]), file=sys.stderr)
         for run in (by_vllm, by_openvino, by_llama):
             found = run(arguments, request, Path(scratch), model)
             if found is not None:
                 rows.append(row(found))
-    for each in rows:
-        print(json.dumps(each), file=sys.stderr)
+                print(json.dumps(rows[-1]), file=sys.stderr)
     settings = {key: str(value) for key, value in vars(arguments).items()}
     print(json.dumps({"machine": machine(), "versions": versions(), "settings": settings, "rows": rows}))
     return 0
