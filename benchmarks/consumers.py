@@ -24,7 +24,7 @@ import torch
 
 import eyas
 from eyas import checkpoint, cli
-from eyas.bench import machine, versions
+from eyas.machine import machine, versions
 from eyas.model import Model
 from eyas.prompts import read_workload
 
@@ -158,6 +158,7 @@ def by_llama(
         command = [arguments.llama, "-m", arguments.gguf, "-md", head, "--spec-type", "draft-eagle3", "-p", text]
         command += ["-n", str(arguments.max_new_tokens), "--temp", "0", "--top-k", "1", "-c", "2048"]
         command += ["-t", str(arguments.threads), "--spec-draft-n-max", str(arguments.chain)]
+        command += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
         for way, flags in (("plain", ("--spec-draft-p-min", "1.0")), ("drafted", ())):
             run = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
             found[way].append(run.stdout.strip())
