@@ -24,8 +24,9 @@ import torch
 
 import eyas
 from eyas import checkpoint, cli
-from eyas.bench import machine, read_workload, versions
+from eyas.machine import machine, versions
 from eyas.model import Model
+from eyas.prompts import read_workload
 
 HERE = Path(__file__).parent
 
@@ -62,12 +63,12 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as scratch:
         rows = [here(model, prompts, arguments.max_new_tokens)]
+        print(json.dumps(rows[0]), file=sys.stderr)
         for run in (by_vllm, by_openvino, by_llama):
             found = run(arguments, request, Path(scratch), model)
             if found is not None:
                 rows.append(row(found))
-    for each in rows:
-        print(json.dumps(each), file=sys.stderr)
+                print(json.dumps(rows[-1]), file=sys.stderr)
     settings = {key: str(value) for key, value in vars(arguments).items()}
     print(json.dumps({"machine": machine(), "versions": versions(), "settings": settings, "rows": rows}))
     return 0
@@ -143,8 +144,8 @@ def by_openvino(
 def by_llama(
     arguments: argparse.Namespace, request: Mapping[str, object], scratch: Path, model: Model
 ) -> dict[str, object] | None:
-    """llama.cpp's example program, once a prompt: it prints how many tokens were drafted and accepted. Plain is the same
-    program with a bar that no draft passes."""
+    """llama.cpp's example program, once a prompt: it prints how many tokens were drafted and accepted. Plain is the
+    same program with a bar that no draft passes."""
     if not (arguments.llama and arguments.gguf):
         return None
     head = exported(arguments, "gguf", scratch) + "/head.gguf"
@@ -157,6 +158,7 @@ def by_llama(
         command = [arguments.llama, "-m", arguments.gguf, "-md", head, "--spec-type", "draft-eagle3", "-p", text]
         command += ["-n", str(arguments.max_new_tokens), "--temp", "0", "--top-k", "1", "-c", "2048"]
         command += ["-t", str(arguments.threads), "--spec-draft-n-max", str(arguments.chain)]
+        command += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
         for way, flags in (("plain", ("--spec-draft-p-min", "1.0")), ("drafted", ())):
             run = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
             found[way].append(run.stdout.strip())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eyas import doctor
 from eyas.checkpoint import save_head
-from eyas.doctor import compare, diagnose, doubt
+from eyas.doctor import DEPTH, compare, diagnose, doubt
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
 from eyas.exports import export
@@ -128,8 +128,8 @@ FAULTS: dict[str, tuple] = {
     "no draft_vocab_size": ("sglang", {}, {"draft_vocab_size": GONE}, None, "sglang", FAILS, "vocab_size is missing"),
     "draft_vocab_size null": ("sglang", {}, {"draft_vocab_size": None}, None, "sglang", FAILS, "is null: the target's"),
     "draft_vocab_size of vLLM's default": ("vllm", {}, {"draft_vocab_size": GONE}, None, "vllm", FAILS, "taken as 61"),
-    "a short context": ("vllm", {}, {"max_position_embeddings": 64}, None, "vllm", SILENT, "past 64 tokens"),
-    "no context": ("sglang", {}, {"max_position_embeddings": 64}, None, "sglang", SILENT, "the target's 256"),
+    "a short context": ("vllm", {}, {"max_position_embeddings": 64}, None, "vllm", NOTE, "past 64 tokens"),
+    "a short context there": ("sglang", {}, {"max_position_embeddings": 64}, None, "sglang", SILENT, "the target's 256"),
     "no rope_theta": ("vllm", {}, {"rope_theta": GONE}, None, "vllm", NOTE, "no rope_theta: the runtime takes 10000"),
     "no head_dim": ("vllm", {}, {"head_dim": GONE}, None, "vllm", FAILS, "by the config the runtime makes it [32, 64]"),
     "the target's num_hidden_layers": ("sglang", {}, {"num_hidden_layers": 40}, None, "sglang", FAILS, "builds 40"),
@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple] = {
     "a later norm by another name": ("vllm", {"layers": 2}, {}, None, "sglang", SILENT,
                                      "layers.1.input_layernorm.weight: SGLang 0.5.23 norms by hidden_norm there"),
     "a later norm by yet another": ("sglang", {"layers": 2}, {}, None, "vllm", SILENT,
-                                    "layers.1.hidden_norm.weight: vLLM 0.33 norms by input_layernorm there"),
+                                    "layers.1.hidden_norm.weight: vLLM 0.32 norms by input_layernorm there"),
     "a norm lost": ("sglang", {}, {}, without("midlayer.hidden_norm.weight"), "sglang", SILENT,
                     "midlayer.hidden_norm.weight: not in the file, left as initialised"),
     "a projection lost": ("sglang", {}, {}, without("midlayer.mlp.up_proj.weight"), "sglang", SILENT, "up_proj.weight"),
@@ -187,6 +187,14 @@ def test_a_sound_head_has_no_findings(split: EagerTarget, tmp_path: Path, runtim
     assert record["largest_difference"] == 0
     assert record["places"] == 10 - 5 + 6 - 4  # answers of 13 and 9 tokens, the last three without a full chain
     assert record["acceptance_by_depth"] == record["acceptance_by_depth_there"]
+
+
+def test_a_target_whose_states_a_runtime_keeps_to_itself(tmp_path: Path) -> None:
+    gemma = tiny_target(torch.float32, layers=LAYERS, family="gemma3_text")
+    export(made(gemma), "sglang", gemma.spec, tmp_path, torch.float32, EXTRA)
+    assert judged(gemma, changed(tmp_path, {}), "sglang")["verdict"] == "works"
+    record = judged(gemma, tmp_path, "vllm")
+    assert record["verdict"] == "fails" and "inner states of gemma3_text" in record["findings"][0]["what"]
 
 
 def test_settings_that_do_not_reach_a_runtime_are_named_for_our_own_heads(target: EagerTarget, tmp_path: Path) -> None:
@@ -249,6 +257,21 @@ def test_a_comparison_counts_what_the_target_wrote(target: EagerTarget) -> None:
     record = compare(head, head, target, [(text, 1)])
     assert record["places"] == 7
     assert record["acceptance_by_depth"] == [round(4 / 7, 4), round(2 / 7, 4), round(1 / 7, 4)]
+
+
+@torch.inference_mode()
+def test_drafts_are_those_of_a_head_that_read_all_at_once(target: EagerTarget) -> None:
+    head, (tokens, start) = made(target), TEXTS[0]
+    states_TLD = doctor._states(target, tokens, head.reads)
+    drafts = doctor._drafts(head, tokens, start, states_TLD)
+    assert len(drafts) == len(tokens) - DEPTH - start
+    for row, i in enumerate(range(start, len(tokens) - DEPTH)):
+        state = head.new_state()
+        head.observe(state, tokens[1 : i + 1], states_TLD[:i], 1)  # up to the pair (state of i - 1, token i)
+        for step, token in enumerate(tokens[i + 1 : i + 1 + DEPTH]):
+            expected = head.lm_head(head.norm(state.hidden_RD[-1]))
+            torch.testing.assert_close(drafts[row, step], expected, rtol=1e-4, atol=1e-4)
+            head.expand(state, [step], [token], 1)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

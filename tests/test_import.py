@@ -390,6 +390,23 @@ def test_refusals_on_the_command_line(capsys: pytest.CaptureFixture[str], target
     assert "not empty" in refused(capsys, "import", str(head), "--target", target_folder, "--out", str(out))
 
 
+def test_rows_of_another_target_are_not_lost(
+    capsys: pytest.CaptureFixture[str], target: EagerTarget, target_folder: str, tmp_path: Path
+) -> None:
+    """An EAGLE-1 head drafts with the embedding in its file; other layouts would drop one that is not the target's."""
+    tensors = {NAMES["vllm"][name]: tensor for name, tensor in weights("eagle", fc_bias=True).items()}
+    for factor, code in ((1.0, 0), (1.001, 0), (1.2, 2)):
+        rows = {"embed_tokens.weight": factor * target.embedding_VD}
+        head = write(tmp_path / f"head{factor}", EAGLE_CONFIG, tensors | rows)
+        for command in (("import", str(head)), ("export", "--to", "sglang", "--head", str(head))):
+            out = tmp_path / f"{command[0]}{factor}"
+            arguments = (*command, "--target", target_folder, "--out", str(out))
+            if code:
+                assert "made for another target" in refused(capsys, *arguments)
+            else:
+                run_json(capsys, *arguments)
+
+
 def test_import(capsys: pytest.CaptureFixture[str], target: EagerTarget, target_folder: str, tmp_path: Path) -> None:
     w = {name: tensor.half() for name, tensor in weights("eagle3").items()}
     tensors = {NAMES["official"][name]: tensor for name, tensor in w.items()} | vocabulary()

@@ -408,6 +408,22 @@ def _checked(name: str, file: HeadFile, target: Target) -> Head:
     return head
 
 
+def open_movable_head(name: str, target: EagerTarget) -> tuple[HeadFile, Eagle | Eagle3, str]:
+    """As `open_head`, for writing in another layout.
+
+    Raises:
+        InputError: as `open_head`, or an EAGLE-1 head with embedding rows that are not the target's: no layout but the
+            one that it came in would keep them.
+    """
+    file, head, why = open_head(name, target)
+    if isinstance(head, Eagle):
+        off = float((head.embedding_VD - target.embedding_VD).abs().max())
+        if off > 0.02 * float(target.embedding_VD.abs().max()):  # more than rounding or a quantised target explains
+            raise InputError(f"the head {name!r} carries embedding rows that differ from those of the target "
+                             f"{target.spec.name!r} by up to {off:.2g}: it was made for another target")  # fmt: skip
+    return file, head, why
+
+
 def weights_dtype(file: HeadFile) -> torch.dtype:
     """The dtype that holds all of a file's weights."""
     dtypes = {tensor.dtype for tensor in file.tensors.values() if tensor.is_floating_point()}

@@ -60,6 +60,7 @@ class Dialect:
     believes_layers: bool = True  # it builds num_hidden_layers of them, whatever the tensors
     needs_draft_size: bool = False  # draft_vocab_size has no default
     ids_at_launch: bool = False  # the states are an argument of the server, not of the config
+    bounded: bool = True  # its rotary table ends at max_position_embeddings
     ties: bool = False  # tie_word_embeddings puts the embedding in the place of lm_head
     bias_keys: tuple[str, ...] = ("attention_bias", "bias")  # any of them gives q, k and v biases
     # How its reader finds the states: keys in order with what is added to an id; else the usual ones.
@@ -101,7 +102,7 @@ DIALECTS: dict[str, Dialect] = {
         },
     ),
     "vllm": Dialect(
-        title="vLLM 0.33",
+        title="vLLM 0.32",
         architectures={"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"},
         keys={
             "eagle": {**_NATIVE, "qkv_bias": "qkv_bias"},
@@ -117,12 +118,13 @@ DIALECTS: dict[str, Dialect] = {
         skips_fc=False,
         accepts=("LlamaForCausalLM", "Eagle3LlamaForCausalLM"),
         refuses_unknown=True,
+        bounded=False,
         bias_keys=("qkv_bias", "attention_bias", "bias"),
         ids=((AUX_IDS, 0), (NESTED_IDS, 0)),
         switch_keys={"norm_before_fc": ("eagle_config.norm_before_fc", "norm_before_fc")},
     ),
     "speculators": Dialect(
-        title="speculators 0.9, served by vLLM 0.33",
+        title="speculators 0.9, served by vLLM 0.32",
         architectures={"eagle3": "Eagle3DraftModel"},
         keys={
             "eagle3": {
@@ -152,6 +154,7 @@ DIALECTS: dict[str, Dialect] = {
         skips_fc=False,
         accepts=("*",),
         refuses_unknown=True,
+        bounded=False,
         ids=((AUX_IDS, 0),),
         switch_defaults={"norm_before_residual": True},
     ),
@@ -207,6 +210,7 @@ DIALECTS: dict[str, Dialect] = {
         skips_fc=False,
         accepts=("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"),
         refuses_unknown=True,
+        bounded=False,
         strips_model=True,
         needs_draft_size=True,
         ids=((AUX_IDS, 0),),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eyas.drafters.eagle import Eagle, EagleConfig
@@ -27,6 +27,7 @@ from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
 from eyas.drafters.medusa import Medusa, MedusaConfig
 from eyas.errors import InputError, one_line
+from eyas.files import save_tensors, write_text
 from eyas.initial import Head
 from eyas.layouts import HeadFile, layer_count, states_read, switches, understand
 
@@ -346,8 +347,8 @@ def _eagle_config(head: Eagle | Eagle3) -> dict[str, object]:
 def write_files(
     folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor], shard_mb: int | None = None
 ) -> None:
-    """The weights (`model.safetensors`, or numbered parts of it), then `config.json`, each by a temporary file and a
-    renaming. A tensor that is larger than a part is a part of its own."""
+    """The weights (`model.safetensors`, or numbered parts of it), then `config.json`, each whole or not at
+    all. A tensor that is larger than a part is a part of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
@@ -357,10 +358,5 @@ def write_files(
         parts[-1][name] = tensor
     for number, part in enumerate(parts, start=1):
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        temporary = folder / f"{name}.tmp"
-        save_file(part, temporary)
-        temporary.chmod(0o644)  # others may serve it
-        temporary.rename(folder / name)
-    temporary = folder / "config.json.tmp"
-    temporary.write_text(json.dumps(config, indent=2) + "\n")
-    temporary.rename(folder / "config.json")
+        save_tensors(folder / name, part)
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError, one_line
+from eyas.files import whole
 from eyas.formats import head_tensors
 from eyas.targets.base import TargetSpec
 
@@ -49,10 +50,18 @@ def write(path: Path, head: Eagle3, spec: TargetSpec, vocabulary: Path, dtype: t
     Raises:
         InputError: the target's file cannot be read, or holds another number of tokens.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
-    _write_vocabulary(writer, vocabulary, head.config.vocab_size)
-    _write_keys(writer, head, spec)
+    with whole(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, ARCHITECTURE)
+        _write_vocabulary(writer, vocabulary, head.config.vocab_size)
+        _write_keys(writer, head, spec)
+        _write_tensors(writer, head, dtype)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _write_tensors(writer: gguf.GGUFWriter, head: Eagle3, dtype: torch.dtype) -> None:
     block = head.config.block
     for name, tensor in head_tensors(head, torch.float32).items():
         if name == "d2t":
@@ -63,11 +72,6 @@ def write(path: Path, head: Eagle3, spec: TargetSpec, vocabulary: Path, dtype: t
                 tensor = interleaved(tensor, block.heads if stem.endswith("q_proj") else block.kv_heads)
             kind = _QUANTIZATION[dtype if tensor.dim() > 1 else torch.float32]
             writer.add_tensor(f"{NAMES[stem]}.weight", gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    temporary.rename(path)
 
 
 def _write_keys(writer: gguf.GGUFWriter, head: Eagle3, spec: TargetSpec) -> None:

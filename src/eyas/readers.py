@@ -78,7 +78,7 @@ def simulate(runtime: str, folder: Path, target: Target, at_launch: tuple[int, .
     if found.fails:
         return found
     _judge_architecture(kind, dialect, seen, found)
-    _judge_positions(seen, target.spec, found)
+    _judge_positions(dialect, seen, target.spec, found)
     named = _renamed(kind, dialect, tensors, found)
     build = _eagle if kind == "eagle" else _eagle3
     with torch.device("meta"):  # sizes alone: a config may ask for any
@@ -121,11 +121,12 @@ def _judge_architecture(kind: str, dialect: Dialect, seen: Mapping[str, object],
                   f"write [{wanted!r}]")  # fmt: skip
 
 
-def _judge_positions(seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
+def _judge_positions(dialect: Dialect, seen: Mapping[str, object], spec: TargetSpec, found: Reading) -> None:
     context, rope = seen["max_position_embeddings"], seen.get("rope_parameters") or seen.get("rope_scaling")
     if isinstance(context, int) and context < spec.max_length:
         what = f"max_position_embeddings is {context} and the target's {spec.max_length}: past {context} tokens the "
-        found.add(SILENT, what + "rotary table ends (garbage, or a crash)", f"write {spec.max_length}")
+        what += "rotary table ends (garbage, or a crash)" if dialect.bounded else "rotary table of older releases ended"
+        found.add(SILENT if dialect.bounded else NOTE, what, f"write {spec.max_length}")
     if "rope_theta" not in seen and not (isinstance(rope, dict) and "rope_theta" in rope):
         what = f"no rope_theta: the runtime takes 10000, and the target's is {spec.rope_theta:g}"
         found.add(NOTE, what, "write the one that the head was trained with")

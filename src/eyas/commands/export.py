@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint.head_folder(arguments.head)
     vocabulary = checkpoint.target_gguf(arguments.target) if runtime == "gguf" else None
     target, _ = load_eager(arguments)
-    file, head, why = checkpoint.open_head(arguments.head, target)
+    file, head, why = checkpoint.open_movable_head(arguments.head, target)
     served = vocabulary or checkpoint.target_folder(arguments.target)  # what another runtime knows the target by
     spec = replace(target.spec, name=arguments.target if checkpoint.is_hub_id(arguments.target) else str(served))
     dtype = checkpoint.weights_dtype(file)

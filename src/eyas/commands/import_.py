@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     new_folder(out)
     checkpoint.head_folder(arguments.head)
     target, tokenizer = load_eager(arguments)
-    file, head, why = checkpoint.open_head(arguments.head, target)
+    file, head, why = checkpoint.open_movable_head(arguments.head, target)
     notes = [f"states {list(head.reads)}: {why}", *file.notes]
     made_for = checkpoint.target_fingerprint(target, tokenizer)
     card = "\n".join([f"# {head.kind} head for {target.spec.name}", "", f"Imported from the {file.layout} layout.", ""]
