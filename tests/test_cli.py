@@ -17,7 +17,8 @@ from tiny import needs_core
 
 import eyas
 from eyas import native
-from eyas.cli import main
+from eyas.cli import _parser, main
+from eyas.commands.train import with_recipe
 from eyas.model import TextStream
 from eyas.verify import Stop
 
@@ -261,6 +262,8 @@ def test_train_by_a_recipe(capsys: pytest.CaptureFixture[str], folder: Path, tmp
         decode = (*target, "--backend", backend)
         drafted = run_json(capsys, *decode, "--head", str(tmp_path / "medusa"))
         assert drafted["token_ids"] == run_json(capsys, *decode)["token_ids"]
+    assert run_json(capsys, *target, "--head", f"medusa:{tmp_path / 'medusa'}")["tau"] is not None
+    assert "of kind eagle3" in refused(capsys, *target, "--head", f"medusa:{folder / 'eagle3'}")
     assert run_json(capsys, "inspect", "--head", str(tmp_path / "medusa"))["head"]["kind"] == "medusa"
     assert "own layout" in refused(
         capsys, "export", "--head", str(tmp_path / "medusa"), "--target", str(folder / "target"), "--to", "vllm",
@@ -271,6 +274,14 @@ def test_train_by_a_recipe(capsys: pytest.CaptureFixture[str], folder: Path, tmp
         assert message in refused(capsys, "train", "--recipe", str(recipe))
     assert "cannot read the recipe" in refused(capsys, "train", "--recipe=" + str(tmp_path / "none.toml"))
     assert "cannot read the recipe" in refused(capsys, "train", "--recipe")
+
+
+def test_the_shipped_recipe_is_made_of_flags() -> None:
+    recipe = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
+    arguments = _parser().parse_args(
+        ["train", *with_recipe(["--recipe", str(recipe), "--target=t", "--answers=a", "--out=o"])]
+    )
+    assert (arguments.kind, arguments.seconds, arguments.sequences) == ("eagle3", 600.0, 4)
 
 
 def test_train_on_from_a_head(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:

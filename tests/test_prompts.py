@@ -62,8 +62,8 @@ def test_sets_in_a_folder(tmp_path: Path, place: str) -> None:
     with pytest.raises(InputError, match=r"neither alpaca\.jsonl nor alpaca/question\.jsonl"):
         read_workload("alpaca", None, tmp_path)
     (tmp_path / place).parent.mkdir(exist_ok=True)
-    (tmp_path / place).write_text('{"question_id": 1, "category": "", "turns": ["a"]}\n')
-    assert read_workload("alpaca", None, tmp_path) == [Item("1", ("a",))]
+    (tmp_path / place).write_text('{"question_id": 81, "category": "", "turns": ["a"]}\n')
+    assert read_workload("alpaca", None, tmp_path) == [Item("81", ("a",))]
 
 
 WRONG = [

@@ -144,6 +144,13 @@ def test_bars_by_hand() -> None:
     assert 'y1="146.0"' in svg and "s, a: 3.00 (2.50 to 3.50) u" in svg
 
 
+def test_names_of_groups_have_room() -> None:
+    labels = ["mt_bench", "natural_questions", "cnn_dm"]
+    svg = charts.bars("t", labels, [Series("s", "#111", [1.0, 1.0, 1.0])], "u")
+    places = [float(x) for x, _ in re.findall(r'<text x="([\d.]+)"[^>]*middle[^>]*>(\w+)<', svg)]
+    assert len(places) == 3 and min(b - a for a, b in zip(places, places[1:], strict=False)) > 17 * 6
+
+
 @pytest.mark.parametrize(
     ("most", "marks"), [(1.0, ["0.0", "0.2", "1.0"]), (93.0, ["0", "20", "100"]), (0.03, ["0.00", "0.01", "0.03"])]
 )

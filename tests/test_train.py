@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import HEADS, VOCAB, shaken_head, tiny_target
 from torch.nn.functional import smooth_l1_loss
-from training import PROMPTS, answered, answers, reads_for, trainer
+from training import MORE_PROMPTS, PROMPTS, answered, answers, reads_for, trainer
 
 from eyas.data import Sequence
 from eyas.drafters import rollout
@@ -29,23 +29,28 @@ from eyas.train import TrainConfig, make_batch
 from eyas.tree import Tree
 from eyas.verify import Stop
 
+EIGHT = [*PROMPTS, *MORE_PROMPTS]
 
-@pytest.mark.parametrize(("kind", "steps", "layers"), [("eagle", 800, 1), ("eagle3", 400, 1), ("eagle3", 400, 2)])
-def test_overfitting_gives_accepted_drafts(kind: str, steps: int, layers: int) -> None:
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "layers", "prompts", "length"),
+    [("eagle", 800, 1, PROMPTS, 24), ("eagle3", 800, 1, EIGHT, 16), ("eagle3", 500, 2, EIGHT, 16)],
+)
+def test_overfitting_gives_accepted_drafts(
+    kind: str, steps: int, layers: int, prompts: list[list[int]], length: int
+) -> None:
     """The gate between training and serving: what was learned by heart is accepted when decoding."""
     target = tiny_target(torch.float32)
-    sequences = answers(target)
+    sequences = answers(target, length, prompts)
     config = TrainConfig(steps=steps, learning_rate=3e-3, warmup=20, clip=1.0)
     learner = trainer(kind, target, sequences, config, layers=layers)
     for _ in range(steps):
         learner.train_step()
-    head = learner.head.eval()
-    decoded = [
-        timed(generate(target, head, Chain(3), s.tokens[: s.spans[0][0]], Sampling(), Stop(25))) for s in sequences
-    ]
-    assert [a.tokens[:24] for a in decoded] == [s.answer_tokens for s in sequences]
-    length = tau(decoded)
-    assert length is not None and length >= 0.9 * 4
+    head, stop = learner.head.eval(), Stop(length + 1)
+    decoded = [timed(generate(target, head, Chain(3), s.tokens[: s.spans[0][0]], Sampling(), stop)) for s in sequences]
+    assert [a.tokens[:length] for a in decoded] == [s.answer_tokens for s in sequences]
+    reached = tau(decoded)
+    assert reached is not None and reached >= 0.9 * 4
 
 
 def test_rows_are_those_whose_prediction_lies_in_the_answer() -> None:

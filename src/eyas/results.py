@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eyas.bench import Row
 from eyas.errors import InputError
+from eyas.files import write_text
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -124,6 +125,4 @@ class Kept:
         if self._path is None:
             return
         lines = [json.dumps({"key": key, "row": asdict(row)}, allow_nan=False) for key, row in self._rows.items()]
-        whole = self._path.with_name(f".{self._path.name}.tmp")
-        whole.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        whole.replace(self._path)
+        write_text(self._path, "".join(line + "\n" for line in lines))

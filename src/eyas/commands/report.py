@@ -8,6 +8,7 @@ from pathlib import Path
 
 from eyas.commands.common import print_json, say
 from eyas.errors import InputError, one_line
+from eyas.files import write_text
 from eyas.report import page
 
 HELP = "the JSON of eyas bench as one HTML page, draft trees included (bench --trace)"
@@ -32,9 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = page(record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InputError(f"{str(arguments.file)!r} is no JSON that this version of eyas bench prints") from error
-    whole = out.with_name(f".{out.name}.tmp")
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(out)
+    write_text(out, text)
     if arguments.json:
         print_json({"out": str(out), "bytes": len(text.encode())})
     else:
