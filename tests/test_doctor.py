@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple] = {
     "draft_vocab_size null": ("sglang", {}, {"draft_vocab_size": None}, None, "sglang", FAILS, "is null: the target's"),
     "draft_vocab_size of vLLM's default": ("vllm", {}, {"draft_vocab_size": GONE}, None, "vllm", FAILS, "taken as 61"),
     "a short context": ("vllm", {}, {"max_position_embeddings": 64}, None, "vllm", NOTE, "past 64 tokens"),
-    "a short context there": ("sglang", {}, {"max_position_embeddings": 64}, None, "sglang", SILENT, "the target's 256"),
+    "a context too short": ("sglang", {}, {"max_position_embeddings": 64}, None, "sglang", SILENT, "the target's 256"),
     "no rope_theta": ("vllm", {}, {"rope_theta": GONE}, None, "vllm", NOTE, "no rope_theta: the runtime takes 10000"),
     "no head_dim": ("vllm", {}, {"head_dim": GONE}, None, "vllm", FAILS, "by the config the runtime makes it [32, 64]"),
     "the target's num_hidden_layers": ("sglang", {}, {"num_hidden_layers": 40}, None, "sglang", FAILS, "builds 40"),

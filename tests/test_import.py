@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from eyas.checkpoint import load_head, open_head
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
-from eyas.errors import InputError
 from eyas.layouts import AUX_IDS, states_read
 from eyas.targets.eager import EagerTarget
 from eyas.tree import Tree
@@ -367,27 +367,36 @@ def target_folder(target: EagerTarget, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(target: EagerTarget, tmp_path: Path, case: str) -> None:
+def test_refusals(capsys: pytest.CaptureFixture[str], target_folder: str, tmp_path: Path, case: str) -> None:
     config, changes, sentence = REFUSED[case]
     tensors = {NAMES["official"][name]: tensor for name, tensor in weights("eagle3").items()} | vocabulary()
     kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
-    folder = write(tmp_path / "head", {**OFFICIAL, **config}, kept)
-    with pytest.raises(InputError) as error:
-        load_head(str(folder), target)
-    assert sentence in str(error.value)
+    head = write(tmp_path / "head", {**OFFICIAL, **config}, kept)
+    assert sentence in refused(capsys, "import", str(head), "--target", target_folder, "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
-def test_refusals_on_the_command_line(capsys: pytest.CaptureFixture[str], target_folder: str, tmp_path: Path) -> None:
+def test_files_that_are_none(capsys: pytest.CaptureFixture[str], target_folder: str, tmp_path: Path) -> None:
     tensors = {NAMES["official"][name]: tensor for name, tensor in weights("eagle3").items()} | vocabulary()
-    head = write(tmp_path / "head", {**OFFICIAL, "draft_vocab_size": 10**12}, tensors)
-    out = tmp_path / "out"
-    assert "draft_vocab_size" in refused(capsys, "import", str(head), "--target", target_folder, "--out", str(out))
+    head, out = write(tmp_path / "head", OFFICIAL, tensors), tmp_path / "out"
+    arguments = ("import", str(head), "--target", target_folder, "--out", str(out))
     (head / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes()[:900])
-    assert "cannot read" in refused(capsys, "import", str(head), "--target", target_folder, "--out", str(out))
-    assert not out.exists()
+    assert "cannot read the head" in refused(capsys, *arguments)
+    (head / "model.safetensors").unlink()
+    (head / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Hostile(tmp_path / "was_run")}))
+    assert "a pickle of more than tensors" in refused(capsys, *arguments)
+    assert not (tmp_path / "was_run").exists() and not out.exists()
     out.mkdir()
     (out / "mine").touch()
-    assert "not empty" in refused(capsys, "import", str(head), "--target", target_folder, "--out", str(out))
+    assert "not empty" in refused(capsys, *arguments)
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
 
 
 def test_rows_of_another_target_are_not_lost(
