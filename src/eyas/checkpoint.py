@@ -334,9 +334,7 @@ def serving(head: Head, target: Target[Any], ids_Q: Tensor | None = None) -> Nat
 
 def save_vocabulary(folder: Path, ids_Q: Tensor) -> None:
     """The tokens that an EAGLE-1 head drafts over, for `frequent_tokens`."""
-    temporary = folder / "vocabulary.json.tmp"
-    temporary.write_text(json.dumps(ids_Q.tolist(), separators=(",", ":")) + "\n")
-    temporary.rename(folder / "vocabulary.json")
+    write_text(folder / "vocabulary.json", json.dumps(ids_Q.tolist(), separators=(",", ":")) + "\n")
 
 
 def frequent_tokens(name: str, target: Target) -> Tensor | None:
@@ -440,9 +438,7 @@ def save_head(
 ) -> None:
     """A head in eyas' own folder layout: config, weights (in files below `shard_mb` megabytes), a card for people."""
     write_head(head, folder, {"eyas_target": dict(made_for)}, dtype, shard_mb)
-    temporary = folder / "card.md.tmp"
-    temporary.write_text(card)
-    temporary.rename(folder / "card.md")
+    write_text(folder / "card.md", card)
 
 
 def target_folder(name: str) -> Path:
