@@ -96,3 +96,12 @@ def test_builds_and_installs_without_the_compiled_module(env: dict[str, str], tm
         "import eyas, eyas.native; print(eyas.native.cpu_features(), eyas.__file__)"
     )
     assert run("-S", "-c", code, target, *sys.path) == f"None {target / 'eyas/__init__.py'}"
+
+
+def test_training_asks_for_little() -> None:
+    """A machine with PyTorch and transformers runs the source tree: nothing else is imported before it is used."""
+    optional = ["gguf", "accelerate", "jinja2", "llguidance", "tensorboard", "datasets", "eyas._native"]
+    lines = ("import sys", f"sys.modules.update(dict.fromkeys({optional}))", "from eyas.cli import main")
+    code = "; ".join((*lines, "main(['train', '--help'])"))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--shard-mb" in done.stdout, done.stderr

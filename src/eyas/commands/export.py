@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from eyas import checkpoint, exports, gguf_head
+from eyas import checkpoint, exports
 from eyas.commands.common import load_eager, new_folder, print_json, say
 from eyas.dialects import DIALECTS
 from eyas.drafters.eagle3 import Eagle3
@@ -42,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             exports.check(head, runtime, spec)
             assert isinstance(head, Eagle3), head.kind
+            from eyas import gguf_head  # its library is needed for nothing else here
+
             gguf_head.write(folder / "head.gguf", head, spec, vocabulary, dtype)
             warnings = exports.warnings(head, runtime)
     serve = exports.serve_command(head, runtime, spec, str(out if vocabulary is None else out / "head.gguf"))

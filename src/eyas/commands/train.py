@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +24,11 @@ from eyas.prepared import read_prepared
 from eyas.targets.base import Target
 from eyas.targets.eager import EagerTarget
 from eyas.team import Team, join
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found]
 
 HELP = "a head from the target's own answers"
 _SAME = 1e-2  # a draft log-probability in training and in drafting, both in float32
@@ -83,7 +88,7 @@ def with_recipe(argv: Sequence[str]) -> list[str]:
 
 def _flags_of(path: str) -> list[str]:
     try:
-        recipe = tomli.loads(Path(path).read_text(encoding="utf-8"))
+        recipe = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the recipe {path!r}: {one_line(error)}") from error
     flags = []
