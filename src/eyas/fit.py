@@ -123,9 +123,9 @@ class _Run:
         trainer, config = self.trainer, self.trainer.config
         first_tokens, begun = trainer.tokens_seen, time.perf_counter()
         bar = tqdm(
-            total=config.steps,
-            initial=trainer.step,
-            unit="step",
+            total=round(config.seconds) or config.steps,  # whatever is likely to end the run
+            initial=self._place(),
+            unit="s" if config.seconds else "step",
             desc=f"train {trainer.head.kind}",
             disable=not trainer.team.first,
         )
@@ -135,12 +135,17 @@ class _Run:
                 if trainer.team.mean({"interrupted": interrupted.is_set()})["interrupted"]:
                     interrupted.set()  # all processes end after the same step
                 rate = (trainer.tokens_seen - first_tokens) / (time.perf_counter() - begun)
-                bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {acceptance(metrics)}, {rate:.0f} tokens/s")
-                bar.update()
+                bar.set_postfix_str(
+                    f"step {trainer.step}, loss {metrics['loss']:.3f}, {acceptance(metrics)}, {rate:.0f} tokens/s"
+                )
+                bar.update(self._place() - bar.n)
                 ended = trainer.progress >= 1
                 decode = ended or (config.validate_every and trainer.step % config.validate_every == 0)
                 if decode or interrupted.is_set() or trainer.step % config.checkpoint_every == 0:
                     self._keep(rate, decode=bool(decode) and not interrupted.is_set())
+
+    def _place(self) -> int:
+        return round(self.trainer.seconds) if self.trainer.config.seconds else self.trainer.step
 
     def _keep(self, rate: float, decode: bool) -> None:
         """Measure where the head stands, and write everything down. All processes measure: a target that is spread over
