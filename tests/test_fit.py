@@ -50,11 +50,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
         first.train_step()
     (tmp_path / "second").mkdir()
     first.save(tmp_path / "second" / STATE, best=None)
+    (tmp_path / "second" / METRICS).write_text('{"step": 4}\n{"step": 6}\n{"st')  # step 6 was not kept, a line is torn
     second = trainer(kind, target, sequences, config, **settings)
     fit(second, tmp_path / "second", second.features, nothing, resume=True)
     assert_equal(weights(whole), weights(second))
     assert whole.tokens_seen == second.tokens_seen
     assert whole.recent == second.recent
+    lines = (tmp_path / "second" / METRICS).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [4, 8, 9]
 
 
 def test_twenty_kills_at_random_leave_the_same_weights(tmp_path: Path) -> None:

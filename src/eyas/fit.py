@@ -114,10 +114,17 @@ class _Run:
         more = self.trainer.restore(self.out / STATE)
         best = more.get("best")
         self.best = best if isinstance(best, float) else None
-        if self.trainer.team.first and (self.out / METRICS).exists():  # lines of steps that were done but not kept
+        if self.trainer.team.first and (self.out / METRICS).exists():
             lines = (self.out / METRICS).read_text().splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= self.trainer.step]
+            kept = [line for line in lines if self._was_done(line)]
             write_text(self.out / METRICS, "".join(f"{line}\n" for line in kept))
+
+    def _was_done(self, line: str) -> bool:
+        """Is the line whole, and of a step whose weights were kept?"""
+        try:
+            return json.loads(line)["step"] <= self.trainer.step
+        except (ValueError, KeyError, TypeError):
+            return False
 
     def steps(self, interrupted: Event) -> None:
         trainer, config = self.trainer, self.trainer.config
