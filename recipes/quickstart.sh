@@ -2,7 +2,7 @@
 # A head for a model in three commands: the model's own answers, the training, the measuring. Under 20 minutes on two
 # cores with the demo target.
 #
-#   recipes/quickstart.sh [TARGET [PROMPTS [OUT]]]
+#   recipes/quickstart.sh [TARGET [PROMPTS [OUT]]]      with eyas on the path: PATH=.venv/bin:$PATH after `make setup`
 set -eu
 here=$(dirname "$0")
 target=${1:-smollm2} prompts=${2:-$here/prompts.jsonl} out=${3:-runs/quickstart}
