@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,19 @@ def test_the_head_that_decodes_best_is_kept(tmp_path: Path) -> None:
     assert not torch.equal(seen[2]["fc.weight"], seen[1]["fc.weight"])
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
     assert [(line["step"], line["tau"], line["best_tau"]) for line in lines] == [(2, 2, 2), (4, 3, 3), (6, 1, 3)]
+
+
+def test_a_best_head_that_is_broken_is_sought_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny_target(torch.float32)
+    sequences, config = answers(target, 6), TrainConfig(steps=4, checkpoint_every=2, validate_every=2)
+    learner = trainer("eagle3", target, sequences, config)
+    fit(learner, tmp_path, learner.features, lambda head: 3.0)
+    (tmp_path / BEST).write_bytes(b"x" * 50)
+    again = trainer("eagle3", target, sequences, replace(config, steps=6))
+    metrics = fit(again, tmp_path, again.features, lambda head: 2.0, resume=True)
+    assert "sought anew" in capsys.readouterr().err
+    assert metrics["best_tau"] == 2.0
+    assert_equal(weights(again), load_file(tmp_path / BEST))
 
 
 def test_validation_is_tau_of_decoding() -> None:

@@ -21,6 +21,7 @@ from threading import Event, current_thread, main_thread
 from typing import Any, Protocol, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tqdm import tqdm
 
@@ -113,7 +114,12 @@ class _Run:
     def restore(self) -> None:
         more = self.trainer.restore(self.out / STATE)
         best = more.get("best")
-        self.best = best if isinstance(best, float) else None
+        if isinstance(best, float):
+            try:
+                load_file(self.out / BEST)
+                self.best = best
+            except (OSError, SafetensorError):
+                tqdm.write(f"{self.out / BEST} cannot be read: the best head is sought anew", file=sys.stderr)
         if self.trainer.team.first and (self.out / METRICS).exists():
             lines = (self.out / METRICS).read_text().splitlines()
             kept = [line for line in lines if self._was_done(line)]
@@ -185,7 +191,7 @@ class _Run:
             _write_events(self.out, self.last)
 
     def finish(self) -> dict[str, float | None]:
-        if self.best is not None and (self.out / BEST).exists():
+        if self.best is not None:
             weights = load_file(self.out / BEST)
             for name, weight in self.trainer.head.named_parameters():
                 weight.data.copy_(weights[name])

@@ -219,6 +219,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _prepare_out(out: Path, resume: bool) -> None:
     """The folder that a training writes into: new or empty, or holding the state that is to be resumed."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is no folder: give a new one as --out")
     begun = (out / fit.STATE).is_file()
     if resume and not begun:
         raise InputError(f"{out} holds no training to resume")
