@@ -72,6 +72,18 @@ class TrainConfig:
             if not 0 < getattr(self, name) <= highest:
                 raise InputError(f"{name} must be above 0 and at most {highest}, got {getattr(self, name)}")
 
+    def check(self, examples: int, processes: int) -> None:
+        """Refuse a step that takes more than there are examples, or does not divide among processes and parts.
+
+        Raises:
+            InputError: so it is.
+        """
+        if self.sequences > examples:
+            raise InputError(f"a step takes {self.sequences} sequences, and there are {examples}")
+        if self.sequences % (processes * self.accumulate):
+            raise InputError(f"a step of {self.sequences} sequences does not divide into {processes} processes of "
+                             f"{self.accumulate} parts each")  # fmt: skip
+
 
 # a run may go on with other values of these
 _FREE = {"steps", "seconds", "accumulate", "checkpoint_every", "validate_every", "validate_prompts", "validate_tokens"}
@@ -139,11 +151,7 @@ class Trainer:
         team: Team | None = None,
     ) -> None:
         team = team or Team()
-        if config.sequences > len(features):
-            raise InputError(f"a step takes {config.sequences} sequences, and there are {len(features)}")
-        if config.sequences % (team.size * config.accumulate):
-            raise InputError(f"a step of {config.sequences} sequences does not divide into {team.size} processes of "
-                             f"{config.accumulate} parts each")  # fmt: skip
+        config.check(len(features), team.size)
         self.head, self.features, self.config, self.dtype = head.to(device).float().train(), features, config, dtype
         self.device, self.team = device, team
         ids_Q = None if isinstance(head, Eagle) else head.draft_vocabulary_Q

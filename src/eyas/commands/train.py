@@ -116,6 +116,7 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
     policy = choose_policy(arguments.validate_tree, target.spec)
     made_for = {**checkpoint.target_fingerprint(eager, tokenizer), "dtype": _name(target.spec.dtype)}
     training, held_out = _sequences(arguments, target, made_for)
+    config.check(len(training), team.size)  # before states are made
     head, vocabulary = _head(arguments, eager, training)
     if arguments.shard_target:
         eager.share_out(device)
