@@ -19,7 +19,7 @@ import eyas
 from eyas import native
 from eyas.cli import _parser, main
 from eyas.commands.train import with_recipe
-from eyas.model import TextStream
+from eyas.model import TextStream, choose_device
 from eyas.verify import Stop
 
 GENERATE_KEYS = {
@@ -707,3 +707,9 @@ def test_a_broken_draft_vocabulary_is_refused(folder: Path, tmp_path: Path) -> N
         listed.write_text(wrong)
         with pytest.raises(eyas.InputError, match="vocabulary.json"):
             eyas.load(str(folder / "target"), str(tmp_path / "eagle"), backend="native")
+
+
+@pytest.mark.parametrize("device", [10**30, "toaster", 1.5, "cuda:99", "meta"])
+def test_devices_that_are_none_here(device: object) -> None:
+    with pytest.raises(eyas.InputError, match="device"):
+        choose_device(device)  # type: ignore[arg-type]

@@ -549,7 +549,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """
     try:
         chosen = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"unknown device {device!r}: give cpu, cuda or cuda:N") from error
     count = torch.cuda.device_count()
     if chosen.type not in ("cpu", "cuda") or (chosen.type == "cuda" and (chosen.index or 0) >= count):
