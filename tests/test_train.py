@@ -356,3 +356,22 @@ def test_a_tree_of_answers_trains_each_of_them() -> None:
         if learner.head.loss(replace(batch, final_TD=final_TD))[0].item() != whole:
             taught.append(t + 1)  # the state of token t is the teacher of token t + 1
     assert taught == [4, 5, 6, 12, 13, 14]
+
+
+def test_an_eagle_head_starts_from_the_copy_of_the_feature() -> None:
+    """Whatever the token, it guesses that the feature stays; q, k and v are the last layer's, its norm folded in at the
+    size of features."""
+    target = tiny_target(torch.float32)
+    with torch.no_grad():
+        target.model.get_parameter("model.norm.weight").mul_(3)
+        target.model.get_parameter("model.layers.3.input_layernorm.weight").copy_(torch.linspace(0.5, 2, 32))
+    head = new_head("eagle", target)
+    assert isinstance(head, Eagle)
+    layer = target.layer(-1)
+    expected = layer["self_attn.k_proj.weight"] * layer["input_layernorm.weight"] / 3  # the final norm's mean size
+    torch.testing.assert_close(head.state_dict()["block.self_attn.k_proj.weight"], expected)
+    states_TLD = target.verify([(target.new_cache(), Tree.chain(PROMPTS[0]))], head.reads)[0].hidden_NLD
+    state = head.new_state()
+    head.observe(state, [*PROMPTS[0][1:], 9], states_TLD, 1)
+    error = (state.hidden_RD[0] - states_TLD[-1, 0]).abs().max() / states_TLD[-1, 0].abs().max()
+    assert error < 0.1, "small weights on the embedding are all that differs"
