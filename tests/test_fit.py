@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import VOCAB, tiny_target
-from training import answers, trainer
+from training import answers, in_a_process_of_its_own, trainer
 
 from eyas.checkpoint import serving
 from eyas.errors import InputError
@@ -61,6 +61,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     assert [json.loads(line)["step"] for line in lines] == [4, 8, 9]
 
 
+@in_a_process_of_its_own
 def test_twenty_kills_at_random_leave_the_same_weights(tmp_path: Path) -> None:
     """Killed without warning, whatever it is doing: the end is that of a run left alone, optimiser and all."""
     target = tiny_target(torch.float32)
@@ -79,8 +80,8 @@ def test_twenty_kills_at_random_leave_the_same_weights(tmp_path: Path) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             train_on(tmp_path / "killed")
             os._exit(0)
-        seen, state = stamp(), tmp_path / "killed" / STATE
-        while steps and os.waitpid(child, os.WNOHANG) == (0, 0):
+        seen, state, latest = stamp(), tmp_path / "killed" / STATE, time.monotonic() + 60
+        while steps and time.monotonic() < latest and os.waitpid(child, os.WNOHANG) == (0, 0):
             steps, seen = steps - (stamp() != seen), stamp()
         time.sleep(seconds)
         assert state.exists() or steps == 0

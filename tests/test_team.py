@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 from torch.distributed.tensor import DTensor
-from training import answered, answers, trainer
+from training import answered, answers, in_a_process_of_its_own, trainer
 
 from eyas.errors import InputError
 from eyas.targets.eager import EagerTarget
@@ -64,6 +64,7 @@ def trained(target: EagerTarget, team: Team, accumulate: int, kind: str, spread:
 @pytest.mark.parametrize(
     ("kind", "accumulate", "spread"), [("eagle3", 1, False), ("eagle", 2, False), ("eagle3", 2, True)]
 )
+@in_a_process_of_its_own
 def test_two_processes_train_as_one(tmp_path: Path, kind: str, accumulate: int, spread: bool) -> None:
     """Relative 1e-5 after three steps, of sequences that are not of one length."""
     alone = trained(tiny_target(torch.float32), Team(), 1, kind)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import torch
 
@@ -38,3 +44,19 @@ def trainer(kind: str, target: EagerTarget, sequences: Seq[Sequence], config: Tr
 
 def reads_for(head) -> tuple[int, ...]:
     return head.reads if head.kind != "eagle3" else (*head.reads, 4)
+
+
+def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that forks: a child of a process in which PyTorch has made threads (earlier tests' training) may hang."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        if os.environ.get("EYAS_TEST_ALONE"):
+            return test(*args, **kwargs)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        node = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
+        how = {"cwd": Path(__file__).parents[1], "env": {**os.environ, "EYAS_TEST_ALONE": "1"}}
+        done = subprocess.run([*command, node], capture_output=True, text=True, timeout=300, **how)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+    return run
