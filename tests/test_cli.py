@@ -299,7 +299,7 @@ def test_train_on_from_a_head(capsys: pytest.CaptureFixture[str], folder: Path, 
     assert "torchrun" in refused(capsys, *common, "--out", str(tmp_path / "z"), "--shard-target")
 
 
-@pytest.mark.skipif(native.cpu_features() is None, reason="this install has no compiled core")
+@needs_core
 @pytest.mark.parametrize(("kind", "dtype"), [("eagle3", "int8"), ("eagle", "bfloat16"), ("medusa", "int8")])
 def test_train_on_the_states_that_will_serve(
     capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, kind: str, dtype: str
@@ -712,4 +712,4 @@ def test_a_broken_draft_vocabulary_is_refused(folder: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("device", [10**30, "toaster", 1.5, "cuda:99", "meta"])
 def test_devices_that_are_none_here(device: object) -> None:
     with pytest.raises(eyas.InputError, match="device"):
-        choose_device(device)  # type: ignore[arg-type]
+        choose_device(device)  # type: ignore[arg-type]  # wrong types are the point

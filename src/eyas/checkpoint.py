@@ -324,12 +324,12 @@ def serving(head: Head, target: Target[Any], ids_Q: Tensor | None = None) -> Nat
     if target.spec.backend != "native":
         return copy_of(head, target.spec.dtype)
     head = copy_of(head, torch.float32)
+    if isinstance(head, Medusa):
+        return head
     try:
-        if not isinstance(head, Medusa):
-            return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+        return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
     except Unsupported:
-        pass
-    return head
+        return head
 
 
 def save_vocabulary(folder: Path, ids_Q: Tensor) -> None:

@@ -148,8 +148,8 @@ def load_eager(arguments: argparse.Namespace) -> tuple[EagerTarget, PreTrainedTo
 
 
 def new_folder(out: Path) -> None:
-    """Refuse a folder that holds something already."""
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    """Refuse a folder that holds something already, and what is no folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} is not empty: give a new folder as --out")
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eyas import checkpoint, data, features, fit, initial, native, train
 from eyas.card import card
-from eyas.commands.common import EXIT_FAILED, count, print_json, say, threads
+from eyas.commands.common import EXIT_FAILED, count, new_folder, print_json, say, threads
 from eyas.drafters.eagle3 import SWITCHES
 from eyas.drafters.rollout import TOKEN_LOSSES
 from eyas.errors import InputError, one_line
@@ -28,7 +28,7 @@ from eyas.team import Team, join
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib  # type: ignore[import-not-found]
+    import tomli as tomllib  # type: ignore[import-not-found]  # where this Python is newer, it is not installed
 
 HELP = "a head from the target's own answers"
 _SAME = 1e-2  # a draft log-probability in training and in drafting, both in float32
@@ -220,13 +220,11 @@ def _name(dtype: torch.dtype) -> str:
 
 def _prepare_out(out: Path, resume: bool) -> None:
     """The folder that a training writes into: new or empty, or holding the state that is to be resumed."""
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out} is no folder: give a new one as --out")
     begun = (out / fit.STATE).is_file()
     if resume and not begun:
         raise InputError(f"{out} holds no training to resume")
     if begun and not resume:
         raise InputError(f"{out} holds a training that was begun: give --resume to go on, or another --out")
+    if not begun:
+        new_folder(out)
     out.mkdir(parents=True, exist_ok=True)
-    if not begun and any(out.iterdir()):
-        raise InputError(f"{out} is not empty: give a new folder as --out")

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
 from eyas.drafters.layers import Block, BlockConfig, DraftState, LaterLayer, RMSNorm
-from eyas.drafters.rollout import Rollout, Supervised, Tally, supervised_rows, teacher
+from eyas.drafters.rollout import Rollout, Supervised, supervised_rows, teacher, token_objective
 from eyas.errors import InputError
 
 MAX_LAYERS = 5
@@ -119,10 +119,7 @@ class Eagle3(nn.Module, Drafter[DraftState]):
         rows = supervised_rows(batch.bounds, batch.answer_T, batch.tokens_T.device)
         counts_J = rows.counts(self.steps) if counts_J is None else counts_J
         taught = teacher(batch, rows, self.head_VD, self.draft_vocabulary_Q)
-        tally = Tally(rows, *taught, counts_J, self.config.token_loss)
-        for step, logits_SQ in enumerate(self.logits(batch, rows)):
-            tally.add(step, logits_SQ)
-        return tally.loss, tally.metrics
+        return token_objective(rows, self.logits(batch, rows), taught, counts_J, self.config.token_loss)
 
     forward = loss  # torch calls a module through this name
 

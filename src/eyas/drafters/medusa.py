@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from eyas.drafters.base import Batch, Candidates, Drafter, best_candidates
-from eyas.drafters.rollout import Supervised, Tally, supervised_rows, teacher
+from eyas.drafters.rollout import Supervised, supervised_rows, teacher, token_objective
 from eyas.errors import InputError
 
 
@@ -108,10 +108,7 @@ class Medusa(nn.Module, Drafter[MedusaState]):
         rows = supervised_rows(batch.bounds, batch.answer_T, batch.tokens_T.device)
         counts_J = rows.counts(self.steps) if counts_J is None else counts_J
         taught = teacher(batch, rows, self.head_VD, self.draft_vocabulary_Q)
-        tally = Tally(rows, *taught, counts_J, self.config.token_loss)
-        for step, logits_SQ in enumerate(self.logits(batch, rows)):
-            tally.add(step, logits_SQ)
-        return tally.loss, tally.metrics
+        return token_objective(rows, self.logits(batch, rows), taught, counts_J, self.config.token_loss)
 
     forward = loss  # torch calls a module through this name
 

@@ -8,8 +8,9 @@ attention input, H heads, G key/value heads, C head dimension, V vocabulary, Q d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -140,9 +141,8 @@ def attend(
     are made again on the way back: what is kept grows with the tokens, not with their square. Returns [S, H, C].
     """
     position_S = rows.position_P[rows.pair_S]
-    spans = list(zip(rows.pairs, rows.pairs[1:], rows.rows, rows.rows[1:], strict=False))
     attended = []
-    for first_pair, last_pair, first_row, last_row in spans:
+    for (first_pair, last_pair), (first_row, last_row) in zip(pairwise(rows.pairs), pairwise(rows.rows), strict=True):
         for row in range(first_row, last_row, _PIECE):
             piece = slice(row, min(row + _PIECE, last_row))
             own = [k[piece] for k in own_keys], [v[piece] for v in own_values]
@@ -227,6 +227,17 @@ class Tally:
     def include(self, step: int, loss: Tensor) -> None:
         """Another loss of a step."""
         self.loss = self.loss + STEP_DECAY**step * loss
+
+
+def token_objective(
+    rows: Supervised, steps: Iterable[Tensor], taught: tuple[Tensor, Tensor], counts_J: Tensor, form: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of heads that are held to tokens alone: `steps` are the rows' guesses, step by step, [S, Q]
+    each; `taught` is the `teacher`'s answer."""
+    tally = Tally(rows, *taught, counts_J, form)
+    for step, logits_SQ in enumerate(steps):
+        tally.add(step, logits_SQ)
+    return tally.loss, tally.metrics
 
 
 def token_loss(logits_SQ: Tensor, p_SQ: Tensor, form: str) -> Tensor:
