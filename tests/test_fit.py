@@ -38,7 +38,7 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         assert torch.equal(weight, b[name]), name
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "medusa", "small"])
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     target = tiny_target(torch.float32)
     sequences = answers(target)

@@ -15,7 +15,7 @@ FLOORS = [
     ["targets.native"],
     ["drafters.base", "drafters.layers"],
     ["drafters.rollout"],
-    ["drafters.eagle", "drafters.eagle3", "drafters.lookup", "drafters.medusa", "drafters.small_model"],
+    [f"drafters.{name}" for name in ("eagle", "eagle3", "lookup", "medusa", "small_model", "student")],
     ["drafters.native"],
     ["initial"],
     ["policies", "verify", "layouts"],

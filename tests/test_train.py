@@ -12,6 +12,7 @@ from tiny import HEADS, VOCAB, shaken_head, tiny_target
 from torch.nn.functional import smooth_l1_loss
 from training import MORE_PROMPTS, PROMPTS, answered, answers, reads_for, trainer
 
+from eyas.checkpoint import serving
 from eyas.data import Sequence
 from eyas.drafters import rollout
 from eyas.drafters.base import Batch
@@ -34,7 +35,12 @@ EIGHT = [*PROMPTS, *MORE_PROMPTS]
 
 @pytest.mark.parametrize(
     ("kind", "steps", "layers", "prompts", "length"),
-    [("eagle", 800, 1, PROMPTS, 24), ("eagle3", 800, 1, EIGHT, 16), ("eagle3", 500, 2, EIGHT, 16)],
+    [
+        ("eagle", 800, 1, PROMPTS, 24),
+        ("eagle3", 800, 1, EIGHT, 16),
+        ("eagle3", 500, 2, EIGHT, 16),
+        ("small", 200, 2, PROMPTS, 16),
+    ],
 )
 def test_overfitting_gives_accepted_drafts(
     kind: str, steps: int, layers: int, prompts: list[list[int]], length: int
@@ -46,7 +52,7 @@ def test_overfitting_gives_accepted_drafts(
     learner = trainer(kind, target, sequences, config, layers=layers)
     for _ in range(steps):
         learner.train_step()
-    head, stop = learner.head.eval(), Stop(length + 1)
+    head, stop = serving(learner.head, target), Stop(length + 1)
     decoded = [timed(generate(target, head, Chain(3), s.tokens[: s.spans[0][0]], Sampling(), stop)) for s in sequences]
     assert [a.tokens[:length] for a in decoded] == [s.answer_tokens for s in sequences]
     reached = tau(decoded)
@@ -234,7 +240,9 @@ def test_a_batch_is_what_was_asked_for() -> None:
     assert batch.states_TLD.shape == (21, 3, 32)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("eagle", {"steps": 2}), ("eagle3", {}), ("medusa", {})])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("eagle", {"steps": 2}), ("eagle3", {}), ("medusa", {}), ("small", {"layers": 2})]
+)
 def test_a_step_in_parts_is_the_same_step(kind: str, settings: dict) -> None:
     """Sequences of different lengths in different parts weigh by their rows, as in one part."""
     target = tiny_target(torch.float32)

@@ -37,13 +37,14 @@ def answers(target: EagerTarget, length: int = 24, prompts: Seq[list[int]] = PRO
 
 def trainer(kind: str, target: EagerTarget, sequences: Seq[Sequence], config: TrainConfig, **settings) -> Trainer:
     vocabulary, _ = draft_vocabulary(sequences, 40, special_ids=(2,))
-    steps = {"eagle": 1}.get(kind, 3)
-    head = new_head(kind, target, None if kind == "eagle" else vocabulary, **{"steps": steps, "noise": 0.0, **settings})
+    every = kind in ("eagle", "small")  # these draft over all tokens
+    steps = {"steps": 1 if every else 3, "noise": 0.0}
+    head = new_head(kind, target, None if every else vocabulary, **{**steps, **settings})
     return Trainer(head, Streamed(target, sequences, reads_for(head)), config, torch.float32, {})
 
 
 def reads_for(head) -> tuple[int, ...]:
-    return head.reads if head.kind != "eagle3" else (*head.reads, 4)
+    return tuple(dict.fromkeys((*head.reads, 4)))
 
 
 def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:

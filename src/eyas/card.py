@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import SWITCHES, Eagle3
+from eyas.drafters.student import Student
 from eyas.fit import acceptance
-from eyas.initial import Head
+from eyas.initial import Learner
 from eyas.train import Trainer
 
 
@@ -23,10 +24,11 @@ def card(
     """Markdown. `metrics` are those of `fit`, `states` says what made the states, `tree` what
     prompts were decoded with."""
     config, best, measured = trainer.config, metrics["best_tau"], "not measured"
+    what = "model" if isinstance(trainer.head, Student) else "head"
     if best is not None:
         measured = f"""{best:.2f} tokens a forward ({config.validate_prompts} held-out prompts, temperature 0,
   {config.validate_tokens} tokens each, tree `{tree}`)"""
-    return f"""# {trainer.head.kind} head for {target}
+    return f"""# {trainer.head.kind} {what} for {target}
 
 - {_shape(trainer.head)}
 - States of the {states}; chat template {made_for["chat_template"]}, as the answers were made.
@@ -35,11 +37,14 @@ def card(
   {trainer.head.config.token_loss}, {trainer.head.steps} depths.
 - Simulated at the end of training: {acceptance(trainer.recent)}.
 - Decoded: {measured}.
-- A head is made for one target: with other weights, or another template, acceptance falls; the output stays right.
+- A {what} is made for one target: with other weights, or another template, acceptance falls; the output stays right.
 """
 
 
-def _shape(head: Head) -> str:
+def _shape(head: Learner) -> str:
+    if isinstance(head, Student):
+        made = f"layers {list(head.config.layers)} of the target" if head.config.layers else "a model of its own"
+        return f"Reads tokens only; started from {made}; embedding and output head stayed as they were."
     reads = f"Reads states {list(head.reads)} of the target (indices of transformers' `hidden_states`)"
     if isinstance(head, Eagle):
         return f"{reads}, drafts over all tokens."

@@ -34,15 +34,17 @@ from transformers import (
 )
 
 from eyas import native, packed
+from eyas.drafters.base import Drafter
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
 from eyas.drafters.medusa import Medusa
 from eyas.drafters.native import NativeDrafter
 from eyas.drafters.small_model import SmallModel
+from eyas.drafters.student import Student
 from eyas.errors import InputError, Unsupported, one_line
 from eyas.files import write_text
 from eyas.formats import build_head, read_head, write_head
-from eyas.initial import Head, copy_of
+from eyas.initial import Head, Learner, copy_of
 from eyas.layouts import HeadFile, states_read
 from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
@@ -303,7 +305,7 @@ def load_head(name: str, target: EagerTarget) -> Head:
     return copy_of(read_head_for(name, target), target.spec.dtype)
 
 
-def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Head:
+def load_native_head(name: str, target: NativeTarget) -> Drafter[Any]:
     """A head that drafts for `target` on the native core, its weights in the target's form; in PyTorch and float32
     where the core does not know what the head does.
 
@@ -315,19 +317,24 @@ def load_native_head(name: str, target: NativeTarget) -> NativeDrafter | Head:
     return serving(head, target, frequent_tokens(name, target) if isinstance(head, Eagle) else None)
 
 
-def serving(head: Head, target: Target[Any], ids_Q: Tensor | None = None) -> NativeDrafter | Head:
+def serving(head: Learner, target: Target[Any], ids_Q: Tensor | None = None) -> Drafter[Any]:
     """A drafter of a head's weights as they stand, on the target's back end.
 
     On the native core in the target's form of weights, in PyTorch and float32 where the core does not know what the
     head does. `ids_Q`: the tokens that an EAGLE-1 head drafts over there; None: all.
     """
     if target.spec.backend != "native":
-        return copy_of(head, target.spec.dtype)
+        dtype = target.spec.dtype
+        return SmallModel(head.copy(dtype).small) if isinstance(head, Student) else copy_of(head, dtype)
+    weights = "int8" if target.spec.dtype == torch.int8 else "bfloat16"
+    if isinstance(head, Student):
+        small = head.copy(torch.float32).small
+        return SmallModel(NativeTarget(*pack_target(small, weights), small.spec.name))
     head = copy_of(head, torch.float32)
     if isinstance(head, Medusa):
         return head
     try:
-        return NativeDrafter(head, "int8" if target.spec.dtype == torch.int8 else "bfloat16", ids_Q)
+        return NativeDrafter(head, weights, ids_Q)
     except Unsupported:
         return head
 
@@ -438,6 +445,25 @@ def save_head(
 ) -> None:
     """A head in eyas' own folder layout: config, weights (in files below `shard_mb` megabytes), a card for people."""
     write_head(head, folder, {"eyas_target": dict(made_for)}, dtype, shard_mb)
+    write_text(folder / "card.md", card)
+
+
+def save_student(
+    student: Student,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    card: str,
+    dtype: torch.dtype = torch.bfloat16,
+    shard_mb: int | None = None,
+) -> None:
+    """A small model in transformers format, with the target's tokenizer and a card for people; files land whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as temporary:
+        model = student.copy(dtype).model
+        model.save_pretrained(temporary, max_shard_size=f"{shard_mb or 1_000_000}MB")
+        tokenizer.save_pretrained(temporary)
+        for path in sorted(Path(temporary).iterdir(), key=lambda path: path.name == "config.json"):  # the config last
+            path.replace(folder / path.name)
     write_text(folder / "card.md", card)
 
 

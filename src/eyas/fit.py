@@ -29,11 +29,13 @@ from eyas.data import Sequence
 from eyas.drafters.base import Drafter
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.rollout import supervised_rows
+from eyas.drafters.small_model import SmallModel
+from eyas.drafters.student import Student
 from eyas.errors import InputError
 from eyas.features import Features
 from eyas.files import save_tensors, write_text
 from eyas.generate import generate
-from eyas.initial import Head, copy_of
+from eyas.initial import Learner, copy_of
 from eyas.measure import tau, timed
 from eyas.policies import Policy
 from eyas.sampling import Sampling
@@ -47,12 +49,12 @@ STATE, METRICS, BEST = "training.safetensors", "metrics.jsonl", "best.safetensor
 class Validate(Protocol):
     """Tau of a head by decoding held-out prompts; None where nothing could be measured."""
 
-    def __call__(self, head: Head) -> float | None: ...
+    def __call__(self, head: Learner) -> float | None: ...
 
 
 def decoder(
     target: Target[Any],
-    serve: Callable[[Head], Drafter[Any]],
+    serve: Callable[[Learner], Drafter[Any]],
     policy: Policy,
     held_out: Seq[Sequence],
     prompts: int,
@@ -63,7 +65,7 @@ def decoder(
     drafter of a head in training."""
     chosen = [s.tokens[: s.spans[0][0]] for s in held_out if s.spans[0][0] > 0][:prompts]
 
-    def validate(head: Head) -> float | None:
+    def validate(head: Learner) -> float | None:
         drafter, stop = serve(head), Stop(tokens, target.spec.eos_ids)
         bar = tqdm(chosen, desc="decoding held-out prompts", unit="prompt", leave=False, disable=quiet)
         return tau([timed(generate(target, drafter, policy, prompt, Sampling(), stop)) for prompt in bar])
@@ -181,7 +183,7 @@ class _Run:
         if not trainer.team.first:
             return
         if better:
-            save_tensors(self.out / BEST, {name: weight.detach() for name, weight in trainer.head.named_parameters()})
+            save_tensors(self.out / BEST, {name: weight.detach() for name, weight in trainer.weights.items()})
         told = "" if length is None else f", tau {length:.2f} (best {self.best:.2f})"
         tqdm.write(f"step {trainer.step}: held-out loss {held['loss']:.3f}, {acceptance(held)}{told}", file=sys.stderr)
         trainer.save(self.out / STATE, best=self.best)
@@ -193,7 +195,7 @@ class _Run:
     def finish(self) -> dict[str, float | None]:
         if self.best is not None:
             weights = load_file(self.out / BEST)
-            for name, weight in self.trainer.head.named_parameters():
+            for name, weight in self.trainer.weights.items():
                 weight.data.copy_(weights[name])
         return self.last
 
@@ -229,22 +231,23 @@ def acceptance(metrics: Mapping[str, float]) -> str:
 
 
 @torch.inference_mode()
-def serving_difference(head: Head, features: Features, most: int = 8) -> float:
+def serving_difference(head: Learner, features: Features, most: int = 8) -> float:
     """The largest difference of a draft log-probability between training and drafting, in float32, at every depth of
     the first `most` rows of an example, over the draft vocabulary.
 
     Training computes all depths of all rows at once, drafting one node after the other. If they differ, the head was
     trained for something else than what it will do.
     """
-    twin = copy_of(head, torch.float32)
+    twin = head.copy(torch.float32) if isinstance(head, Student) else copy_of(head, torch.float32)
     batch = make_batch(features, [0], head.reads, 0, twin.head_VD.device)
     batch = replace(batch, states_TLD=batch.states_TLD.float(), final_TD=batch.final_TD.float())
     rows = supervised_rows(batch.bounds, batch.answer_T, twin.head_VD.device)
     trained = [logits_SQ[:most].log_softmax(-1) for logits_SQ in twin.logits(batch, rows)]
     width, vocabulary_Q = trained[0].shape[-1], None if isinstance(twin, Eagle) else twin.draft_vocabulary_Q
-    tokens, worst, drafter = batch.tokens_T.tolist(), 0.0, cast("Drafter[Any]", twin)
+    drafter = SmallModel(twin.small) if isinstance(twin, Student) else cast("Drafter[Any]", twin)
+    tokens, worst = batch.tokens_T.tolist(), 0.0
     for row, place in enumerate(rows.token_S[:most].tolist()):
-        state = drafter.new_state()
+        state = drafter.new_state(tokens[0])
         candidates = drafter.observe(state, tokens[1 : place + 2], batch.states_TLD[: place + 1], width)
         for step, logprobs_SQ in enumerate(trained):
             ids_W = candidates.tokens_KW[0]

@@ -5,6 +5,7 @@ Refuses to know data's files and the training loop.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from eyas.data import Sequence
 from eyas.drafters.eagle import Eagle, EagleConfig
@@ -20,14 +22,17 @@ from eyas.drafters.eagle3 import SWITCHES, Eagle3, Eagle3Config
 from eyas.drafters.layers import BlockConfig
 from eyas.drafters.medusa import Medusa, MedusaConfig
 from eyas.drafters.rollout import TOKEN_LOSSES
+from eyas.drafters.student import Student, StudentConfig
 from eyas.errors import InputError
 from eyas.targets.base import TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads
 
-Head = Eagle | Eagle3 | Medusa
+Head = Eagle | Eagle3 | Medusa  # they read the target's states, and their files are heads
+Learner = Head | Student  # whatever is trained
 HeadT = TypeVar("HeadT", Eagle, Eagle3)
-KINDS = {"eagle": 1, "eagle3": 7, "medusa": 4}  # and the depths that training looks at where none are asked for
+KINDS = {"eagle": 1, "eagle3": 7, "medusa": 4, "small": 1}  # and the depths trained where none are asked for
+_SMALL_LAYERS = 4  # of a small model, where none are asked for
 _WRITES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what a layer writes to the residual with
 
 
@@ -59,23 +64,23 @@ def new_head(
     steps: int = 0,
     noise: float = 0.1,
     token_loss: str = "ce",
-    layers: int = 1,
+    layers: int | None = None,
     window: int = 0,
     **switches: bool,
-) -> Head:
+) -> Learner:
     """An untrained head that starts as near to the target as its kind allows.
 
     EAGLE heads start from the target's last layer, the fusion of EAGLE-3 from the identity on the highest state; layers
-    after the first, and Medusa's blocks, as the identity.
+    after the first, and Medusa's blocks, as the identity. A small model is a slice of the target (`spread`).
 
     Arguments:
         kind: one of `KINDS`.
         vocabulary_Q: ids of the draft vocabulary, ascending; None: the target's. EAGLE-1 has none.
         steps: depths that training looks at: steps of the training-time test (EAGLE-3, default 7), of HASS (EAGLE-1,
-            default 1: none), heads (Medusa, default 4).
+            default 1: none), heads (Medusa, default 4); 1 for a small model, which reads true text only.
         noise: uniform noise on the features (EAGLE-1).
         token_loss: one of `TOKEN_LOSSES`.
-        layers: EAGLE-3's decoder layers, Medusa's blocks.
+        layers: EAGLE-3's decoder layers, Medusa's blocks (default 1), layers of the small model (default 4).
         window: bounds how far drafting looks back: the length of the texts that it will be trained on; 0: all.
         switches: those of `Eagle3Config`.
 
@@ -86,6 +91,8 @@ def new_head(
     if kind not in KINDS:
         raise InputError(f"a head is one of {', '.join(KINDS)}, got {kind!r}")
     spec, steps = target.spec, steps or KINDS[kind]
+    if layers is None:
+        layers = _SMALL_LAYERS if kind == "small" else 1
     if not 1 <= steps <= 32:
         raise InputError(f"the steps of a head's training must be between 1 and 32, got {steps}")
     if not 0 <= noise <= 10:
@@ -98,6 +105,11 @@ def new_head(
         raise InputError(f"an EAGLE-1 head has one layer, got {layers}")
     if vocabulary_Q is not None and len(vocabulary_Q) > spec.vocab_size:
         raise InputError(f"the draft vocabulary has {len(vocabulary_Q)} tokens, the target's only {spec.vocab_size}")
+    if kind == "small":
+        if steps != 1:
+            raise InputError(f"a small model reads true text only, so it is trained one depth deep, got {steps} steps")
+        chosen = spread(layers, spec.num_layers)
+        return new_student(_slice(target, chosen), target, token_loss, chosen)
     if kind == "medusa":
         medusa = MedusaConfig(spec.width, spec.vocab_size, (spec.num_layers,), steps, layers, token_loss)
         return _zeroed(Medusa(medusa, target.head_VD, vocabulary_Q))
@@ -123,6 +135,45 @@ def new_head(
         raise InputError(f"an EAGLE-3 head knows the switches {', '.join(SWITCHES)}, got {', '.join(switches)}")
     head = Eagle3(config3, target.embedding_VD, target.head_VD, vocabulary_Q)
     return _started(head, _eagle3_start(target, vocabulary_Q, layers))
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """Which of a target's layers a small model is made of: evenly spread, the first and the last among them. The first
+    one is used to embeddings, the last one writes what the final norm and the output head read.
+
+    Raises:
+        InputError: more than the target has.
+    """
+    if not 1 <= count <= layers:
+        raise InputError(f"a small model has 1 to {layers} layers, as many as its target, got {count}")
+    return [round(i * (layers - 1) / max(count - 1, 1)) for i in range(count)]
+
+
+def _slice(target: EagerTarget, chosen: Seq[int]) -> EagerTarget:
+    """A model of its own, in float32 and on the target's device, made of some of the target's layers, its embedding,
+    final norm and output head."""
+    config = copy.deepcopy(target.model.config)
+    config.num_hidden_layers = len(chosen)
+    kinds = config.to_dict().get("layer_types")  # of each layer, where a family has several
+    if kinds is not None:
+        config.layer_types = [kinds[number] for number in chosen]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole = target.model.state_dict()
+    around = {name: weight for name, weight in whole.items() if not name.startswith("model.layers.")}
+    layers = {
+        f"model.layers.{i}.{name}": weight
+        for i, number in enumerate(chosen)
+        for name, weight in target.layer(number).items()
+    }
+    model.load_state_dict({**around, **layers})
+    # how its text ends belongs to the model; how the target samples does not
+    model.generation_config = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=list(target.spec.eos_ids))
+    return EagerTarget(model.to(target.spec.device), f"{len(chosen)} layers of {target.spec.name}")
+
+
+def new_student(small: EagerTarget, target: EagerTarget, token_loss: str, layers: Seq[int] = ()) -> Student:
+    """A small model to be trained for the target; `layers`: of the target, where it is made of them."""
+    return Student(StudentConfig(small.spec.vocab_size, tuple(layers), token_loss), small, target.head_VD)
 
 
 def _block(spec: TargetSpec, kind: str, window: int) -> BlockConfig:

@@ -29,7 +29,7 @@ from eyas.drafters.rollout import supervised_rows
 from eyas.errors import InputError
 from eyas.features import Features
 from eyas.files import save_tensors
-from eyas.initial import Head
+from eyas.initial import Learner
 from eyas.team import Team
 
 
@@ -118,7 +118,7 @@ def make_batch(
 class _Products(nn.Module):
     """A head's loss, on copies of its float32 weights in the dtype of the products; gradients reach the weights."""
 
-    def __init__(self, head: Head, dtype: torch.dtype) -> None:
+    def __init__(self, head: Learner, dtype: torch.dtype) -> None:
         super().__init__()
         self.head, self.dtype = head, dtype
 
@@ -142,7 +142,7 @@ class Trainer:
 
     def __init__(
         self,
-        head: Head,
+        head: Learner,
         features: Features,
         config: TrainConfig,
         dtype: torch.dtype,
@@ -165,12 +165,17 @@ class Trainer:
         self.products = _Products(self.head, dtype)
         self._shared = team.wrap(self.products)
         self.optimiser = torch.optim.AdamW(
-            head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+            self.weights.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
         self.step = 0
         self.tokens_seen = 0
         self.seconds = 0.0  # spent in steps
         self.recent: dict[str, float] = {}  # metrics, averaged over the last twenty steps or so
+
+    @property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Those of the head that are trained, by name."""
+        return {name: weight for name, weight in self.head.named_parameters() if weight.requires_grad}
 
     @property
     def progress(self) -> float:
@@ -207,7 +212,7 @@ class Trainer:
         total = self.team.mean(total)
         if not math.isfinite(total["loss"]):
             raise FloatingPointError(f"the loss is not finite at step {self.step}")
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.config.clip)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.config.clip)
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate()
         self.optimiser.step()
@@ -267,8 +272,8 @@ class Trainer:
 
     def save(self, path: Path, **more: object) -> None:
         """Everything that a run needs to go on, in one file, whole or not at all; `restore` hands `more` back."""
-        tensors = {f"weight.{name}": weight.detach() for name, weight in self.head.named_parameters()}
-        for name, weight in self.head.named_parameters():
+        tensors = {f"weight.{name}": weight.detach() for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
             for key, value in self.optimiser.state.get(weight, {}).items():
                 tensors[f"{key}.{name}"] = value
         progress = {
@@ -302,7 +307,7 @@ class Trainer:
             if found.get(key) != asked[key]:
                 raise InputError(f"cannot resume from {path}: its {key} was {found.get(key)}, now it is {asked[key]}")
         self.step, self.tokens_seen, self.seconds, self.recent = step, tokens_seen, seconds, recent
-        for name, weight in self.head.named_parameters():
+        for name, weight in self.weights.items():
             assert tensors[f"weight.{name}"].shape == weight.shape, name
             weight.data.copy_(tensors[f"weight.{name}"])
             self.optimiser.state[weight] = {

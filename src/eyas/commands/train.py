@@ -17,6 +17,7 @@ from eyas.card import card
 from eyas.commands.common import EXIT_FAILED, count, new_folder, print_json, say, threads
 from eyas.drafters.eagle3 import SWITCHES
 from eyas.drafters.rollout import TOKEN_LOSSES
+from eyas.drafters.student import Student
 from eyas.errors import InputError, one_line
 from eyas.model import choose_device, choose_policy, load
 from eyas.policies import parse_policy
@@ -57,7 +58,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="depths: EAGLE-3's training-time test (4), HASS for EAGLE-1 (1: none), Medusa's heads (4)",
     )
-    parser.add_argument("--layers", type=count, default=1, help="EAGLE-3: decoder layers, 1 to 5; Medusa: blocks")
+    parser.add_argument(
+        "--layers",
+        type=count,
+        default=None,
+        help="EAGLE-3: decoder layers, 1 to 5 (1); Medusa: blocks (1); small: of the target's layers (4)",
+    )
     parser.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: uniform feature noise")
     parser.add_argument("--loss", choices=TOKEN_LOSSES, default="ce", help="of tokens: cross-entropy, or acceptance")
     for switch in SWITCHES:
@@ -117,7 +123,7 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
     made_for = {**checkpoint.target_fingerprint(eager, tokenizer), "dtype": _name(target.spec.dtype)}
     training, held_out = _sequences(arguments, target, made_for)
     config.check(len(training), team.size)  # before states are made
-    head, vocabulary = _head(arguments, eager, training)
+    head, vocabulary = _head(arguments, eager, tokenizer, training)
     if arguments.shard_target:
         eager.share_out(device)
     reads = tuple(dict.fromkeys((*head.reads, target.spec.num_layers)))
@@ -144,14 +150,18 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
         return 0
     how = f"{target.spec.backend} back end, {_name(target.spec.dtype)}"
     text = card(trainer, metrics, arguments.target, how, made_for, Path(arguments.answers).name, str(policy))
-    checkpoint.save_head(trainer.head, out, made_for, text, shard_mb=arguments.shard_mb)
+    if isinstance(trainer.head, Student):
+        checkpoint.save_student(trainer.head, tokenizer, out, text, shard_mb=arguments.shard_mb)
+    else:
+        checkpoint.save_head(trainer.head, out, made_for, text, shard_mb=arguments.shard_mb)
     if head.kind == "eagle":  # a head with all of the target's rows, of which the native back end takes these
         checkpoint.save_vocabulary(out, vocabulary)
     record = {"out": str(out), "kind": head.kind, "steps": trainer.step, "serving_difference": difference, **metrics}
     if arguments.json:
         print_json(record)
     else:
-        say(f"the head lies in {out}; try it: eyas generate --target {arguments.target} --head {out} --prompt ...")
+        name = f"{checkpoint.SMALL}{out}" if head.kind == "small" else out
+        say(f"the head lies in {out}; try it: eyas generate --target {arguments.target} --head {name} --prompt ...")
     if difference > _SAME:
         say(f"drafting differs from training by {difference:.3g} in a log-probability: the head is not to be trusted")
         return EXIT_FAILED
@@ -188,13 +198,21 @@ def _sequences(
 
 
 def _head(
-    arguments: argparse.Namespace, target: EagerTarget, training: Sequence[data.Sequence]
-) -> tuple[initial.Head, torch.Tensor]:
+    arguments: argparse.Namespace,
+    target: EagerTarget,
+    tokenizer: PreTrainedTokenizerBase,
+    training: Sequence[data.Sequence],
+) -> tuple[initial.Learner, torch.Tensor]:
     """The head to train, and the most frequent tokens."""
     size = min(arguments.draft_vocab, target.spec.vocab_size)
     vocabulary, covered = initial.draft_vocabulary(training, size, target.spec.eos_ids)
-    say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
+    if arguments.kind != "small":
+        say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
     steps = arguments.ttt_steps or (4 if arguments.kind == "eagle3" else initial.KINDS[arguments.kind])
+    if arguments.start is not None and arguments.kind == "small":
+        small = checkpoint.load_small(arguments.start, target, tokenizer).model
+        assert isinstance(small, EagerTarget), small
+        return initial.new_student(small, target, arguments.loss), vocabulary
     if arguments.start is not None:
         head = checkpoint.read_head_for(arguments.start, target)
         if head.kind != arguments.kind:

@@ -55,6 +55,11 @@ class Supervised:
         """[steps], float32: how many rows each step trains."""
         return torch.stack([self.valid(step).sum() for step in range(steps)]).float()
 
+    def part(self, first: int, last: int) -> Supervised:
+        """Rows `first` to `last` - 1 of the same pairs."""
+        rows = tuple(min(max(row, first), last) - first for row in self.rows)
+        return replace(self, pair_S=self.pair_S[first:last], last_S=self.last_S[first:last], rows=rows)
+
     def every_pair(self) -> Supervised:
         """The same pairs, all of them rows."""
         everything = torch.arange(len(self.token_P), device=self.token_P.device)
