@@ -8,7 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
     ["errors", "charts", "files", "team"],
-    ["tree", "sampling", "native", "packed", "data"],
+    ["tree", "sampling", "native", "packed", "data", "pages", "pictures"],
     ["targets.families", "targets.eager_cache", "grammar", "machine"],
     ["targets.base"],
     ["targets.eager"],
@@ -26,7 +26,7 @@ FLOORS = [
     ["fit"],
     ["card"],
     ["bench", "prepare"],
-    ["doctor", "report", "results"],
+    ["doctor", "report", "results", "tune_report"],
     ["commands.common"],
     [
         *(f"commands.{name}" for name in ("bench", "demo", "expect", "export", "generate", "import_", "inspect")),

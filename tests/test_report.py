@@ -24,7 +24,7 @@ from eyas.machine import machine, versions
 from eyas.model import Model
 from eyas.policies import Chain, Dynamic
 from eyas.prompts import Item
-from eyas.report import page
+from eyas.report import bench_page
 from eyas.results import Cell, SuiteLine
 from eyas.sampling import Sampling
 
@@ -79,7 +79,7 @@ class Reader(HTMLParser):
 
 def test_the_page_is_whole(record: dict[str, Any]) -> None:
     """It fetches nothing, and no text of a model or user becomes a part of it."""
-    text = page(record)
+    text = bench_page(record).html()
     found = Reader(text)
     assert not found.count("img") and not found.count("link") and not found.count("iframe")
     assert not any({"src", "href", "onerror", "onclick"} & attributes.keys() for _, attributes in found.tags)
@@ -89,7 +89,7 @@ def test_the_page_is_whole(record: dict[str, Any]) -> None:
 
 
 def test_the_page_says_what_the_json_says(record: dict[str, Any]) -> None:
-    text = page(record)
+    text = bench_page(record).html()
     found = Reader(text)
     # for each of two temperatures: three groups of bars, a chart of depths for each of two workloads, two of
     # calibration, one of times
@@ -113,7 +113,7 @@ def test_calibration_puts_workloads_together(record: dict[str, Any]) -> None:
     one = {"low": 0.4, "high": 0.5, "confidence": 0.42, "accepted": 0.5, "count": 10}
     two = {"low": 0.4, "high": 0.5, "confidence": 0.48, "accepted": 0.2, "count": 30}
     rows = [{**row, "calibration": [one if row["workload"] == "one" else two]} for row in record["rows"]]
-    assert "confidence 0.465, accepted 0.275 of 40" in page({**record, "rows": rows})
+    assert "confidence 0.465, accepted 0.275 of 40" in bench_page({**record, "rows": rows}).html()
 
 
 def test_a_page_without_trees_or_intervals(record: dict[str, Any]) -> None:
@@ -129,7 +129,8 @@ def test_a_page_without_trees_or_intervals(record: dict[str, Any]) -> None:
         for row in record["rows"]
     ]
     line = SuiteLine(1.0, "small", "h", "t", {"mt_bench": Cell(1.5, 2.25), "gsm8k": Cell(2.5, None)}, Cell(2.0, 2.25))
-    text = page({**record, "rows": rows, "suite": {"name": "eagle", "table": [asdict(line)]}})
+    suite = {"name": "eagle", "table": [asdict(line)]}
+    text = bench_page({**record, "rows": rows, "suite": suite}).html()
     assert "<script" not in text and "Round by round" not in text
     assert text.count("The papers' table") == 1 and "<td>2.50x / -</td><td>2.00x / 2.25</td>" in text
     assert "small t (small:one)" in text and "small t (small:two)" in text
@@ -137,7 +138,7 @@ def test_a_page_without_trees_or_intervals(record: dict[str, Any]) -> None:
 
 def test_bars_by_hand() -> None:
     """The axis ends at 4; the plot is 220 - 26 - 34 = 160 pixels high: 40 for each 1."""
-    svg = charts.bars("t", ["a", "b"], [Series("s", "#111", [3.0, None], [(2.5, 3.5), None])], "u", mark=1.0)
+    svg = charts.bars("t", ["a", "b"], [Series("s", "#111", [3.0, None], [(2.5, 3.5), None])], "u", mark=1.0).svg()
     rects = re.findall(r'<rect x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', svg)
     assert rects == [("66.0", "120.0")]
     assert re.search(r'<line x1="[\d.]+" y1="86.0" x2="[\d.]+" y2="46.0" stroke="#1f2933"/>', svg), "the whisker"
@@ -146,7 +147,7 @@ def test_bars_by_hand() -> None:
 
 def test_names_of_groups_have_room() -> None:
     labels = ["mt_bench", "natural_questions", "cnn_dm"]
-    svg = charts.bars("t", labels, [Series("s", "#111", [1.0, 1.0, 1.0])], "u")
+    svg = charts.bars("t", labels, [Series("s", "#111", [1.0, 1.0, 1.0])], "u").svg()
     places = [float(x) for x, _ in re.findall(r'<text x="([\d.]+)"[^>]*middle[^>]*>(\w+)<', svg)]
     assert len(places) == 3 and min(b - a for a, b in zip(places, places[1:], strict=False)) > 17 * 6
 
@@ -155,7 +156,7 @@ def test_names_of_groups_have_room() -> None:
     ("most", "marks"), [(1.0, ["0.0", "0.2", "1.0"]), (93.0, ["0", "20", "100"]), (0.03, ["0.00", "0.01", "0.03"])]
 )
 def test_axes_end_at_round_numbers(most: float, marks: list[str]) -> None:
-    svg = charts.bars("t", ["a"], [Series("s", "#111", [most])], "u")
+    svg = charts.bars("t", ["a"], [Series("s", "#111", [most])], "u").svg()
     numbers = re.findall(r'text-anchor="end"[^>]*>([\d.]+)<', svg)
     assert [numbers[0], numbers[1], numbers[-1]] == marks
     assert len(numbers) <= 6
@@ -165,13 +166,15 @@ def test_command(capsys: pytest.CaptureFixture[str], record: dict[str, Any], tmp
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(record))
     said = run_json(capsys, "report", str(file))
-    assert said == {"out": str(tmp_path / "bench.html"), "bytes": (tmp_path / "bench.html").stat().st_size}
+    assert said == {"out": str(tmp_path / "bench.html"), "bytes": (tmp_path / "bench.html").stat().st_size, "png": []}
     assert main(["report", str(file), "--out", str(tmp_path / "other.html")]) == 0
-    assert (tmp_path / "other.html").read_text() == (tmp_path / "bench.html").read_text() == page(record)
+    assert (tmp_path / "other.html").read_text() == (tmp_path / "bench.html").read_text() == bench_page(record).html()
     capsys.readouterr()
     assert "take the place" in refused(capsys, "report", str(file), "--out", str(file))
     assert "cannot read" in refused(capsys, "report", str(tmp_path / "missing.json"))
-    for wrong in ("{", "[]", '{"rows": []}', '{"rows": [{}], "target": "t"}', json.dumps({**record, "machine": 3})):
+    kinds = ('{"kind": "tune", "rows": []}', '{"kind": "x"}', '{"kind": []}')
+    broken = ('{"rows": [{}], "target": "t"}', json.dumps({**record, "machine": 3}))
+    for wrong in ("{", "[]", '{"rows": []}', *kinds, *broken):
         (tmp_path / "wrong.json").write_text(wrong)
         refused(capsys, "report", str(tmp_path / "wrong.json"))
     assert not (tmp_path / "wrong.html").exists()
@@ -184,7 +187,7 @@ def test_in_a_browser(record: dict[str, Any], tmp_path: Path) -> None:
     for last in (answer["rounds"][-1] for row in record["rows"] for answer in row["answers"]):
         if len(last["path"]) == len(last["delivered"]) > 1:
             last["delivered"].pop()  # as if the answer had ended at the accepted node, and nothing been drawn there
-    answers = json.loads(Reader(page(record)).data["answers"])
+    answers = json.loads(Reader(bench_page(record).html()).data["answers"])
     number, answer = next((i, own) for i, own in enumerate(answers) if ended_early(own) and len(own["rounds"]) > 3)
     steps = f"""<script>
     const seen = [], note = () => seen.push({{
@@ -202,7 +205,7 @@ def test_in_a_browser(record: dict[str, Any], tmp_path: Path) -> None:
     const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
     </script></body>"""  # noqa: E501
     file = tmp_path / "page.html"
-    file.write_text(page(record).replace("</body>", steps))
+    file.write_text(bench_page(record).html().replace("</body>", steps))
     seen = json.loads(Reader(dom(file, tmp_path)).data["seen"])
     rounds = answer["rounds"]
     for shown, expected in zip(seen, (1, 2, 3, 0, len(rounds) - 1), strict=True):

@@ -1,18 +1,22 @@
-"""Charts as inline SVG: grouped bars with intervals, lines, stacked bars, dots beside a diagonal.
+"""Charts: grouped bars with intervals, lines, curves over numbers, stacked bars, dots beside a diagonal.
 
-Knows numbers, names and colours; refuses to know what they mean. Every mark carries its number as a tooltip.
+A chart is a list of marks, drawn as SVG here and as PNG by `pictures`. Knows numbers, names and colours; refuses to
+know what they mean. In SVG every mark carries its number as a tooltip.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import Literal
 
 INK, FAINT, GRID = "#1f2933", "#6b7280", "#e5e7eb"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 26, 34  # around the plot: axis numbers, title, names
 _LETTER = 6.6  # the width of one, at the size of names, in wide fonts
+_FAR = 10  # numbers beyond it have an axis that doubles
+_RADIUS = {"line": 2.5, "dots": 4.0, "ring": 8.0}
 
 
 @dataclass(frozen=True)
@@ -34,39 +38,148 @@ class Dots:
     points: Sequence[tuple[float, float, int]]
 
 
+@dataclass(frozen=True)
+class Point:
+    """A place of a curve; an interval is drawn as a whisker."""
+
+    x: float
+    y: float
+    name: str  # of what was measured there
+    interval: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one name, as a line (in ascending x), as dots, or as rings around what other curves show there."""
+
+    name: str
+    colour: str
+    points: Sequence[Point]
+    look: Literal["line", "dots", "ring"] = "line"
+
+
+@dataclass(frozen=True)
+class Line:
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    colour: str
+    dash: bool
+
+    def svg(self) -> str:
+        dashes = ' stroke-dasharray="4 4"' if self.dash else ""
+        place = f'x1="{self.x1:.1f}" y1="{self.y1:.1f}" x2="{self.x2:.1f}" y2="{self.y2:.1f}"'
+        return f'<line {place} stroke="{self.colour}"{dashes}/>'
+
+
+@dataclass(frozen=True)
+class Rect:
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    tip: str
+
+    def svg(self) -> str:
+        place = f'x="{self.x:.1f}" y="{self.y:.1f}" width="{self.width:.1f}" height="{self.height:.1f}"'
+        return f'<rect {place} fill="{self.colour}"><title>{escape(self.tip)}</title></rect>'
+
+
+@dataclass(frozen=True)
+class Dot:
+    """`ring`: only its edge."""
+
+    x: float
+    y: float
+    radius: float
+    colour: str
+    tip: str
+    ring: bool
+
+    def svg(self) -> str:
+        place = f'cx="{self.x:.1f}" cy="{self.y:.1f}" r="{self.radius:.1f}"'
+        look = f'fill="none" stroke="{self.colour}"' if self.ring else f'fill="{self.colour}" fill-opacity=".8"'
+        return f"<circle {place} {look}><title>{escape(self.tip)}</title></circle>"
+
+
+@dataclass(frozen=True)
+class Path:
+    points: tuple[tuple[float, float], ...]
+    colour: str
+
+    def svg(self) -> str:
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
+        return f'<polyline points="{places}" fill="none" stroke="{self.colour}" stroke-width="2"/>'
+
+
+@dataclass(frozen=True)
+class Text:
+    """`y` is the line that letters stand on."""
+
+    x: float
+    y: float
+    text: str
+    anchor: str  # "start", "middle" or "end": what of the text stands at x
+    colour: str
+    size: int
+
+    def svg(self) -> str:
+        look = f'text-anchor="{self.anchor}" fill="{self.colour}" font-size="{self.size}"'
+        return f'<text x="{self.x:.1f}" y="{self.y:.1f}" {look}>{escape(self.text)}</text>'
+
+
 @dataclass
 class Canvas:
-    """An SVG in the making. Coordinates are pixels from the upper left corner."""
+    """A chart as a list of marks, which `svg` and `pictures` draw; in pixels from the upper left corner."""
 
     width: float
     height: float
     title: str
-    _parts: list[str] = field(default_factory=list)
+    key: list[tuple[str, str]] = field(default_factory=list)  # names and colours, for who shows the chart alone
+    marks: list[Line | Rect | Dot | Path | Text] = field(default_factory=list)
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str = GRID, dash: str = "") -> None:
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-        self._parts.append(f'<line {place} stroke="{colour}"{dashes}/>')
+    def line(self, x1: float, y1: float, x2: float, y2: float, colour: str = GRID, dash: bool = False) -> None:
+        self.marks.append(Line(x1, y1, x2, y2, colour, dash))
 
     def rect(self, x: float, y: float, width: float, height: float, colour: str, tip: str) -> None:
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}"'
-        self._parts.append(f'<rect {place} fill="{colour}"><title>{escape(tip)}</title></rect>')
+        self.marks.append(Rect(x, y, max(width, 0), max(height, 0), colour, tip))
 
-    def dot(self, x: float, y: float, radius: float, colour: str, tip: str) -> None:
-        place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"'
-        self._parts.append(f'<circle {place} fill="{colour}" fill-opacity=".8"><title>{escape(tip)}</title></circle>')
+    def dot(self, x: float, y: float, radius: float, colour: str, tip: str, ring: bool = False) -> None:
+        self.marks.append(Dot(x, y, radius, colour, tip, ring))
 
-    def path(self, points: Sequence[tuple[float, float]], colour: str) -> None:
-        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._parts.append(f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"/>')
+    def path(self, points: Iterable[tuple[float, float]], colour: str) -> None:
+        self.marks.append(Path(tuple(points), colour))
 
     def text(self, x: float, y: float, text: str, anchor: str = "start", colour: str = FAINT, size: int = 11) -> None:
-        look = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}"'
-        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>')
+        self.marks.append(Text(x, y, text, anchor, colour, size))
+
+    def named(self, series: Iterable[Series | Dots | Curve]) -> Canvas:
+        """Itself, with these in its key."""
+        self.key += [(own.name, own.colour) for own in series]
+        return self
+
+    def alone(self, caption: str) -> Canvas:
+        """A chart that stands without its page: its key and a line about it below."""
+        own = Canvas(max(self.width, 24 + _LETTER * len(caption)), self.height, self.title, marks=list(self.marks))
+        x = 12.0
+        for name, colour in self.key:
+            room = 18 + _LETTER * len(name) + 12
+            if x + room > own.width and x > 12:
+                x, own.height = 12.0, own.height + 18
+            own.rect(x, own.height + 4, 11, 11, colour, name)
+            own.text(x + 16, own.height + 14, name, colour=INK)
+            x += room
+        own.height += 24 if self.key else 0
+        own.text(12, own.height + 12, caption)
+        own.height += 22
+        return own
 
     def svg(self) -> str:
         box = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" height="{self.height:.0f}"'
-        return f'<svg {box} role="img" aria-label="{escape(self.title)}">{"".join(self._parts)}</svg>'
+        marks = "".join(mark.svg() for mark in self.marks)
+        return f'<svg {box} role="img" aria-label="{escape(self.title)}">{marks}</svg>'
 
 
 @dataclass(frozen=True)
@@ -110,7 +223,7 @@ def _step(most: float) -> float:
     return next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor * 5 >= most)
 
 
-def bars(title: str, labels: Sequence[str], series: Sequence[Series], unit: str, mark: float | None = None) -> str:
+def bars(title: str, labels: Sequence[str], series: Sequence[Series], unit: str, mark: float | None = None) -> Canvas:
     """A group of bars for each label, in the order of `series`; intervals as whiskers; a dashed line at `mark`."""
     ends = [interval[1] for own in series for interval in own.intervals if interval is not None]
     most = max([value for own in series for value in own.values if value is not None] + ends, default=mark or 1.0)
@@ -132,11 +245,11 @@ def bars(title: str, labels: Sequence[str], series: Sequence[Series], unit: str,
             if interval is not None:
                 plot.canvas.line(x + width / 2, plot.y(interval[0]), x + width / 2, plot.y(interval[1]), INK)
     if mark is not None:
-        plot.canvas.line(_LEFT, plot.y(mark), _LEFT + plot.inner_width, plot.y(mark), FAINT, dash="4 4")
-    return plot.canvas.svg()
+        plot.canvas.line(_LEFT, plot.y(mark), _LEFT + plot.inner_width, plot.y(mark), FAINT, dash=True)
+    return plot.canvas.named(series)
 
 
-def lines(title: str, series: Sequence[Series], axis: str) -> str:
+def lines(title: str, series: Sequence[Series], axis: str) -> Canvas:
     """A line for each series over 1, 2, 3 and so on; values from 0 to 1."""
     plot = _plot(title, 300, 200, 1.0)
     places = max((len(own.values) for own in series), default=1)
@@ -149,13 +262,46 @@ def lines(title: str, series: Sequence[Series], axis: str) -> str:
         plot.canvas.path([(x, y) for x, y, _ in points], own.colour)
         for i, (x, y, value) in enumerate(points):
             plot.canvas.dot(x, y, 3.5, own.colour, f"{own.name}, {axis} {i + 1}: {value:.3f}")
-    return plot.canvas.svg()
+    return plot.canvas.named(series)
 
 
-def calibration(title: str, series: Sequence[Dots]) -> str:
+def curves(title: str, own: Sequence[Curve], axis: str, unit: str, mark: float | None = None) -> Canvas:
+    """Numbers over numbers from 1 on, the axis doubling from step to step where they reach far; a dashed line at
+    `mark`."""
+    points = [point for curve in own for point in curve.points]
+    tops = [max((point.y, *(point.interval or ()))) for point in points]
+    plot = _plot(title, 400, 240, max(tops, default=mark or 1.0))
+    far = max((point.x for point in points), default=1.0)
+    doubling = far > _FAR
+    steps = [2**i for i in range(math.ceil(math.log2(far)) + 1)] if doubling else list(range(1, math.ceil(far) + 1))
+
+    def x(value: float) -> float:
+        share = math.log2(value) / math.log2(steps[-1]) if doubling else (value - 1) / max(steps[-1] - 1, 1)
+        return _LEFT + 12 + share * (plot.inner_width - 24)
+
+    for step in steps:
+        plot.canvas.text(x(step), plot.floor + 14, str(step), anchor="middle")
+    plot.canvas.text(_LEFT + plot.inner_width / 2, plot.floor + 29, axis, anchor="middle")
+    if mark is not None:
+        plot.canvas.line(_LEFT, plot.y(mark), _LEFT + plot.inner_width, plot.y(mark), FAINT, dash=True)
+    for curve in own:
+        if curve.look == "line":
+            plot.canvas.path([(x(point.x), plot.y(point.y)) for point in curve.points], curve.colour)
+        for point in curve.points:
+            ends = point.interval
+            span = "" if ends is None else f" ({ends[0]:.2f} to {ends[1]:.2f})"
+            if ends is not None:
+                plot.canvas.line(x(point.x), plot.y(ends[0]), x(point.x), plot.y(ends[1]), INK)
+            tip = f"{curve.name}, {point.name}: {point.y:.2f}{span} {unit}"
+            radius, ring = _RADIUS[curve.look], curve.look == "ring"
+            plot.canvas.dot(x(point.x), plot.y(point.y), radius, curve.colour, tip, ring)
+    return plot.canvas.named(own)
+
+
+def calibration(title: str, series: Sequence[Dots]) -> Canvas:
     """Dots in the unit square, beside the diagonal on which they would lie if x were the chance of y."""
     plot = _plot(title, 300, 270, 1.0)
-    plot.canvas.line(_LEFT, plot.floor, _LEFT + plot.inner_width, plot.y(1), FAINT, dash="4 4")
+    plot.canvas.line(_LEFT, plot.floor, _LEFT + plot.inner_width, plot.y(1), FAINT, dash=True)
     for i in range(0, 6):
         plot.canvas.text(_LEFT + plot.inner_width * i / 5, plot.floor + 14, f"{i / 5:.1f}", anchor="middle")
     plot.canvas.text(_LEFT + plot.inner_width / 2, plot.floor + 29, "draft confidence", anchor="middle")
@@ -165,10 +311,10 @@ def calibration(title: str, series: Sequence[Dots]) -> str:
             radius = 2 + 7 * math.sqrt(count / most)
             tip = f"{own.name}: confidence {x:.3f}, accepted {y:.3f} of {count}"
             plot.canvas.dot(_LEFT + plot.inner_width * x, plot.y(y), radius, own.colour, tip)
-    return plot.canvas.svg()
+    return plot.canvas.named(series)
 
 
-def stacked(title: str, labels: Sequence[str], parts: Sequence[Series], unit: str) -> str:
+def stacked(title: str, labels: Sequence[str], parts: Sequence[Series], unit: str) -> Canvas:
     """A horizontal bar for each label, made of its parts from left to right."""
     names, row, width = 230, 24, 760
     canvas = Canvas(width, _TOP + row * len(labels) + 4, title)
@@ -183,4 +329,4 @@ def stacked(title: str, labels: Sequence[str], parts: Sequence[Series], unit: st
             canvas.rect(x, y + 3, value * scale, row - 7, part.colour, f"{label}, {part.name}: {value:.2f} {unit}")
             x += value * scale
         canvas.text(x + 6, y + 15, f"{sums[i]:.2f} {unit}")
-    return canvas.svg()
+    return canvas.named(parts)

@@ -1,7 +1,6 @@
-"""One HTML page from the JSON of `eyas bench`: tables, charts, and the draft trees of the answers that were traced.
+"""The page of `eyas bench`: tables, charts, and the draft trees of the answers that were traced.
 
-The page is whole: styles, drawings, data and the viewer's program stand in it, and its policy lets a browser fetch
-nothing. Charts are drawn here (`charts`); the viewer (`page/viewer.js`) runs in the browser.
+Data and the program of the viewer (`page/viewer.js`, which runs in the browser) stand in the page.
 """
 
 from __future__ import annotations
@@ -9,20 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from html import escape
 from importlib.resources import files
 from typing import Any
 
 from eyas import charts
 from eyas.bench import Row
-from eyas.charts import Dots, Series
+from eyas.charts import Canvas, Dots, Series
 from eyas.measure import Bin
+from eyas.pages import COLOURS, PLAIN, Charts, Page, grid, legend, note
 
-# Told apart by people who see colours differently (Okabe and Ito); plain decoding is grey.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c564b")
-PLAIN, VERIFY, REST = "#9ca3af", "#475569", "#d1d5db"
+VERIFY, REST = "#475569", "#d1d5db"
 LEVELS = ("#0b4f7d", "#2573a8", "#4d96c6", "#7fb5d9", "#aed1e8", "#d4e6f3")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Entry:
         return next((row for row in self.rows if (row.workload, row.temperature) == (workload, temperature)), None)
 
 
-def page(record: Mapping[str, Any]) -> str:
+def bench_page(record: Mapping[str, Any]) -> Page:
     """The page of a bench's JSON.
 
     Raises:
@@ -48,10 +44,10 @@ def page(record: Mapping[str, Any]) -> str:
         raise ValueError("no rows")
     entries = _entries(rows)
     title = f"eyas bench: {record['target']}"
-    sections = [_head(title, record, rows), _legend(entries)]
+    parts: list[str | Charts] = [_head(record, rows), legend((entry.name, entry.colour) for entry in entries)]
     for temperature in dict.fromkeys(row.temperature for row in rows):
         own = [row for row in rows if row.temperature == temperature]
-        sections.append(_temperature(temperature, own, entries, record.get("suite")))
+        parts += _temperature(temperature, own, entries, record.get("suite"))
     data = [
         {"temperature": row.temperature, "label": entry.name, **answer}
         for entry in entries
@@ -60,16 +56,8 @@ def page(record: Mapping[str, Any]) -> str:
         if entry.colour != PLAIN
     ]
     if data:
-        sections.append(_viewer(data))
-    style = (files("eyas") / "page" / "style.css").read_text(encoding="utf-8")
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(sections)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+        parts.append(_viewer(data))
+    return Page(title, parts)
 
 
 def _entries(rows: Sequence[Row]) -> list[Entry]:
@@ -86,7 +74,7 @@ def _entries(rows: Sequence[Row]) -> list[Entry]:
     return found
 
 
-def _head(title: str, record: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def _head(record: Mapping[str, Any], rows: Sequence[Row]) -> str:
     row, machine, versions = rows[0], record["machine"], record["versions"]
     asked = f"up to {row.max_new_tokens} new tokens, seed {row.seed}, {row.turns} turn" + ("s" * (row.turns == "all"))
     batch = "batch 1" if row.batch == 1 else f"{row.batch} prompts at a time"
@@ -96,19 +84,11 @@ def _head(title: str, record: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"{max(row.peak_memory_bytes for row in rows) / 2**20:.0f} MiB",
         ", ".join(f"{name} {number}" for name, number in versions.items()) + f", commit {record.get('commit', '-')}",
     ]
-    return f"<h1>{escape(title)}</h1>\n" + "\n".join(f'<p class="faint">{escape(fact)}</p>' for fact in facts)
+    return "\n".join(map(note, facts))
 
 
-def _legend(entries: Sequence[Entry]) -> str:
-    items = "".join(f"<li>{_swatch(entry.colour)}{escape(entry.name)}</li>" for entry in entries)
-    return f'<ul class="legend">{items}</ul>'
-
-
-def _swatch(colour: str) -> str:
-    return f'<span class="swatch" style="background:{colour}"></span>'
-
-
-def _temperature(temperature: float, rows: Sequence[Row], entries: Sequence[Entry], suite: Any) -> str:
+def _temperature(temperature: float, rows: Sequence[Row], entries: Sequence[Entry], suite: Any) -> list[str | Charts]:
+    about = f"temperature {temperature:g}"
     workloads = list(dict.fromkeys(row.workload for row in rows))
     drafting = [entry for entry in entries if entry.colour != PLAIN]
 
@@ -122,47 +102,48 @@ def _temperature(temperature: float, rows: Sequence[Row], entries: Sequence[Entr
     ]
     ratios = [Series(e.name, e.colour, column(e, "speedup_vs_plain"), column(e, "speedup_interval")) for e in drafting]
     taus = [Series(e.name, e.colour, column(e, "tau")) for e in drafting]
-    parts = [
+    times = _times(rows, entries)
+    return [
         f"<h2>Temperature {temperature:g}</h2>\n{_table(rows, entries, temperature)}",
         _suite(suite, temperature),
         "<h3>Workloads side by side</h3>",
-        _note("tau is tokens per forward of the target. Whiskers: the slowest and the fastest of alternated runs."),
-        _charts(
-            charts.bars("tokens per second", workloads, speeds, "tokens/s"),
-            charts.bars("speed-up over plain decoding", workloads, ratios, "x", mark=1.0),
-            charts.bars("tau", workloads, taus, "tokens per forward"),
+        note("tau is tokens per forward of the target. Whiskers: the slowest and the fastest of alternated runs."),
+        Charts(
+            about,
+            (
+                charts.bars("tokens per second", workloads, speeds, "tokens/s"),
+                charts.bars("speed-up over plain decoding", workloads, ratios, "x", mark=1.0),
+                charts.bars("tau", workloads, taus, "tokens per forward"),
+            ),
         ),
         "<h3>Acceptance by depth</h3>",
-        _note("Of the rounds that reached a depth and had candidates there, the share that accepted one."),
-        _charts(*(_by_depth(workload, drafting, temperature) for workload in workloads)),
+        note("Of the rounds that reached a depth and had candidates there, the share that accepted one."),
+        Charts(
+            f"{about}, acceptance by depth", tuple(_by_depth(workload, drafting, temperature) for workload in workloads)
+        ),
         "<h3>Calibration</h3>",
-        _note(
+        note(
             "Nodes by draft confidence, all workloads together; a dot's area is their number. On the diagonal, "
             "confidence is the chance to be accepted; dynamic trees are chosen by path values."
         ),  # fmt: skip
-        _charts(
-            charts.calibration("a candidate, its parent accepted", _dots(drafting, temperature, "calibration")),
-            charts.calibration("the whole path to a node", _dots(drafting, temperature, "path_calibration")),
+        Charts(
+            f"{about}, calibration",
+            (
+                charts.calibration("a candidate, its parent accepted", _dots(drafting, temperature, "calibration")),
+                charts.calibration("the whole path to a node", _dots(drafting, temperature, "path_calibration")),
+            ),
         ),
         "<h3>Where a forward's time goes</h3>",
-        _note(
+        note(
             "All time over all forwards of the target but the prompts' own, whose time counts as verification. Level 1 "
             "absorbs what was verified before."
         ),  # fmt: skip
-        _times(rows, entries),
+        legend(times.key),
+        Charts(about, (times,)),
     ]
-    return "\n".join(part for part in parts if part)
 
 
-def _note(text: str) -> str:
-    return f'<p class="faint">{escape(text)}</p>'
-
-
-def _charts(*svgs: str) -> str:
-    return f'<div class="charts">{"".join(svgs)}</div>'
-
-
-def _by_depth(workload: str, entries: Sequence[Entry], temperature: float) -> str:
+def _by_depth(workload: str, entries: Sequence[Entry], temperature: float) -> Canvas:
     found = [(entry, entry.at(workload, temperature)) for entry in entries]
     series = [Series(entry.name, entry.colour, row.alpha_by_depth) for entry, row in found if row is not None]
     return charts.lines(workload, series, "depth")
@@ -183,7 +164,7 @@ def _dots(entries: Iterable[Entry], temperature: float, what: str) -> list[Dots]
     return found
 
 
-def _times(rows: Sequence[Row], entries: Sequence[Entry]) -> str:
+def _times(rows: Sequence[Row], entries: Sequence[Entry]) -> Canvas:
     """Milliseconds of a target forward: drafting by level, verification, rest."""
     names = {id(row): entry.name.split(" ")[0] for entry in entries for row in entry.rows}
     labels = [f"{row.workload}, {names[id(row)]}" for row in rows]
@@ -202,8 +183,7 @@ def _times(rows: Sequence[Row], entries: Sequence[Entry]) -> str:
     ]  # fmt: skip
     parts.append(Series("verify", VERIFY, [row.verify_ms / n for row, n in zip(rows, forwards, strict=True)]))
     parts.append(Series("rest", REST, [row.other_ms / n for row, n in zip(rows, forwards, strict=True)]))
-    legend = "".join(f"<li>{_swatch(part.colour)}{escape(part.name)}</li>" for part in parts)
-    return f'<ul class="legend">{legend}</ul>' + charts.stacked("ms per forward of the target", labels, parts, "ms")
+    return charts.stacked("ms per forward of the target", labels, parts, "ms")
 
 
 def _table(rows: Sequence[Row], entries: Sequence[Entry], temperature: float) -> str:
@@ -238,7 +218,7 @@ def _table(rows: Sequence[Row], entries: Sequence[Entry], temperature: float) ->
                     "-" if row.n_alpha is None else " ".join(f"{alpha:.2f}" for alpha in row.n_alpha),
                 )
             )
-    return _grid(heads, lines, num_names=2)
+    return grid(heads, lines, num_names=2)
 
 
 def _suite(suite: Any, temperature: float) -> str:
@@ -252,18 +232,7 @@ def _suite(suite: Any, temperature: float) -> str:
         cells = [*map(line["sets"].get, sets), line["mean"]]
         texts = ["-" if cell is None else f"{cell['speedup']:.2f}x / {_two(cell['tau'])}" for cell in cells]
         lines.append((f"{line['method']} {line['tree']}", *texts))
-    return "<h3>The papers' table</h3>\n" + _grid(("speed-up / tau", *sets, "mean"), lines, num_names=1)
-
-
-def _grid(heads: Sequence[str], lines: Iterable[Sequence[str]], num_names: int) -> str:
-    """A table whose first columns are names and whose others are numbers."""
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        kinds = (' class="name"' if i < num_names else "" for i in range(len(cells)))
-        filled = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
-        return f"<tr>{''.join(filled)}</tr>"
-
-    return f'<div class="wide"><table>{row("th", heads)}{"".join(row("td", line) for line in lines)}</table></div>'
+    return "<h3>The papers' table</h3>\n" + grid(("speed-up / tau", *sets, "mean"), lines, num_names=1)
 
 
 def _two(tau: float | None) -> str:
@@ -274,11 +243,11 @@ def _viewer(answers: Sequence[Mapping[str, Any]]) -> str:
     """The viewer's places, its data and its program."""
     data = json.dumps(answers, allow_nan=False).replace("<", "\\u003c")  # no text in it can end the element
     program = (files("eyas") / "page" / "viewer.js").read_text(encoding="utf-8")
-    note = _note("Each round drafts a tree below the last token, with the draft's confidence in each node; the target "
+    about = note("Each round drafts a tree below the last token, with the draft's confidence in each node; the target "
                  "verifies it in one forward, keeps the green path and adds a token of its own. Grey nodes were "
                  "hedges. Click a token, or step with the arrow keys.")  # fmt: skip
     return f"""<h2 id="viewer">Round by round</h2>
-{note}
+{about}
 <div class="controls"><select id="answer" aria-label="answer"></select>
 <button id="back" aria-label="round before">&larr;</button>
 <input type="range" id="round" min="0" value="0" aria-label="round">
