@@ -67,14 +67,18 @@ def test_a_chart_alone_has_its_key() -> None:
     names = ["a name of some length", "another one of that sort", "short"]
     whole = charts.bars("t", ["x"], [Series(name, f"#11{i}", [1.0]) for i, name in enumerate(names)], "u")
     before = whole.svg()
-    alone = whole.alone("about it")
+    alone = whole.alone("it is about " + "much " * 10 + "more")
     assert whole.svg() == before and alone.marks[: len(whole.marks)] == whole.marks
     rest = alone.marks[len(whole.marks) :]
     squares = [(mark.x, mark.y, mark.colour) for mark in rest if isinstance(mark, Rect)]
     # 300 wide: the second name begins at 12 + 18 + 6.6 * 21 + 12 = 180.6 and would end beyond the edge
     assert squares == [(12.0, 224.0, "#110"), (12.0, 242.0, "#111"), (pytest.approx(200.4), 242.0, "#112")]
-    assert [mark.text for mark in rest if isinstance(mark, Text)] == [*names, "about it"]
-    assert (alone.width, alone.height) == (300, 220 + 18 + 24 + 22)
+    assert [mark.text for mark in rest if isinstance(mark, Text)] == [
+        *names, "it is about much much much much much much", "much much much much more",
+    ], "41 letters to a line"  # fmt: skip
+    assert (alone.width, alone.height) == (300, 220 + 18 + 24 + 2 * 16 + 6)
+    (wider,) = [Canvas(20, 10, "t", [("a" * 50, "#111")]).alone("x").width]
+    assert wider == pytest.approx(42 + 50 * 6.6)
 
 
 @needs_plots

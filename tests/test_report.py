@@ -145,6 +145,13 @@ def test_bars_by_hand() -> None:
     assert 'y1="146.0"' in svg and "s, a: 3.00 (2.50 to 3.50) u" in svg
 
 
+def test_what_is_marked_is_on_the_axis() -> None:
+    slow = [Series("s", "#111", [0.4])]
+    for svg in (charts.bars("t", ["a"], slow, "u", mark=1.0).svg(), charts.curves("t", [], "a", "u", mark=1.0).svg()):
+        (dashed,) = re.findall(r'y1="([-\d.]+)"[^>]*dasharray', svg)
+        assert float(dashed) == 26.0, "at the top of the axis, which ends at 1"
+
+
 def test_names_of_groups_have_room() -> None:
     labels = ["mt_bench", "natural_questions", "cnn_dm"]
     svg = charts.bars("t", labels, [Series("s", "#111", [1.0, 1.0, 1.0])], "u").svg()

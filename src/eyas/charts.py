@@ -7,6 +7,7 @@ know what they mean. In SVG every mark carries its number as a tooltip.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -161,8 +162,9 @@ class Canvas:
         return self
 
     def alone(self, caption: str) -> Canvas:
-        """A chart that stands without its page: its key and a line about it below."""
-        own = Canvas(max(self.width, 24 + _LETTER * len(caption)), self.height, self.title, marks=list(self.marks))
+        """A chart that stands without its page: its key and what it is about below."""
+        longest = max((len(name) for name, _ in self.key), default=0)
+        own = Canvas(max(self.width, 42 + _LETTER * longest), self.height, self.title, marks=list(self.marks))
         x = 12.0
         for name, colour in self.key:
             room = 18 + _LETTER * len(name) + 12
@@ -172,8 +174,10 @@ class Canvas:
             own.text(x + 16, own.height + 14, name, colour=INK)
             x += room
         own.height += 24 if self.key else 0
-        own.text(12, own.height + 12, caption)
-        own.height += 22
+        for line in textwrap.wrap(caption, int((own.width - 24) / _LETTER)):
+            own.text(12, own.height + 12, line)
+            own.height += 16
+        own.height += 6
         return own
 
     def svg(self) -> str:
@@ -225,8 +229,9 @@ def _step(most: float) -> float:
 
 def bars(title: str, labels: Sequence[str], series: Sequence[Series], unit: str, mark: float | None = None) -> Canvas:
     """A group of bars for each label, in the order of `series`; intervals as whiskers; a dashed line at `mark`."""
+    marked = [] if mark is None else [mark]
     ends = [interval[1] for own in series for interval in own.intervals if interval is not None]
-    most = max([value for own in series for value in own.values if value is not None] + ends, default=mark or 1.0)
+    most = max([value for own in series for value in own.values if value is not None] + ends + marked, default=1.0)
     room = max([18 * len(series) + 26, *(_LETTER * len(label) + 8 for label in labels)])  # names stand side by side
     plot = _plot(title, max(300, _LEFT + _RIGHT + len(labels) * room), 220, most)
     group = plot.inner_width / max(len(labels), 1)
@@ -269,8 +274,8 @@ def curves(title: str, own: Sequence[Curve], axis: str, unit: str, mark: float |
     """Numbers over numbers from 1 on, the axis doubling from step to step where they reach far; a dashed line at
     `mark`."""
     points = [point for curve in own for point in curve.points]
-    tops = [max((point.y, *(point.interval or ()))) for point in points]
-    plot = _plot(title, 400, 240, max(tops, default=mark or 1.0))
+    tops = [max((point.y, *(point.interval or ()))) for point in points] + ([] if mark is None else [mark])
+    plot = _plot(title, 400, 240, max(tops, default=1.0))
     far = max((point.x for point in points), default=1.0)
     doubling = far > _FAR
     steps = [2**i for i in range(math.ceil(math.log2(far)) + 1)] if doubling else list(range(1, math.ceil(far) + 1))
@@ -318,7 +323,7 @@ def stacked(title: str, labels: Sequence[str], parts: Sequence[Series], unit: st
     """A horizontal bar for each label, made of its parts from left to right."""
     names, row, width = 230, 24, 760
     canvas = Canvas(width, _TOP + row * len(labels) + 4, title)
-    canvas.text(0, 14, title, colour=INK, size=12)
+    canvas.text(4, 14, title, colour=INK, size=12)
     sums = [sum(part.values[i] or 0.0 for part in parts) for i in range(len(labels))]
     scale = (width - names - 70) / max([*sums, 1e-9])
     for i, label in enumerate(labels):

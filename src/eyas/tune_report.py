@@ -95,7 +95,7 @@ _SPEED = Quantity(
     lambda row: row.interval,
 )
 _TAU = Quantity("tau", "tokens per forward", lambda row: row.tau_predicted, lambda row: row.tau)
-_MEMORY = Quantity("memory of a tree", "MiB", lambda row: row.memory_bytes / 2**20, lambda row: None)
+_MEMORY = Quantity("MiB of a tree", "MiB", lambda row: row.memory_bytes / 2**20, lambda row: None)
 
 
 def _workload(workload: str, rows: Sequence[TreeRow], chosen: str, plain: float | None) -> list[str | Charts]:
