@@ -64,6 +64,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="EAGLE-3: decoder layers, 1 to 5 (1); Medusa: blocks (1); small: of the target's layers (4)",
     )
+    parser.add_argument(
+        "--reads", type=_numbers, default=None, metavar="I,I,..", help="EAGLE-3: states of the target (2,N/2,N-3)"
+    )
     parser.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: uniform feature noise")
     parser.add_argument("--loss", choices=TOKEN_LOSSES, default="ce", help="of tokens: cross-entropy, or acceptance")
     for switch in SWITCHES:
@@ -76,6 +79,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for field in fields(train.TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=type(field.default), default=field.default, help="(default %(default)s)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from error
 
 
 def with_recipe(argv: Sequence[str]) -> list[str]:
@@ -227,6 +237,7 @@ def _head(
         token_loss=arguments.loss,
         layers=arguments.layers,
         window=min(arguments.max_length, target.spec.max_length),
+        reads=arguments.reads,
         **{switch: getattr(arguments, switch) for switch in SWITCHES},
     )
     return head, vocabulary
