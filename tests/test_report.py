@@ -17,7 +17,7 @@ from test_cli import refused, run_json
 from tiny import tiny_target, tiny_tokenizer
 
 from eyas import bench, charts
-from eyas.charts import Series
+from eyas.charts import Curve, Point, Series
 from eyas.cli import main
 from eyas.drafters.small_model import SmallModel
 from eyas.machine import machine, versions
@@ -147,8 +147,9 @@ def test_bars_by_hand() -> None:
 
 def test_what_is_marked_is_on_the_axis() -> None:
     slow = [Series("s", "#111", [0.4])]
-    for svg in (charts.bars("t", ["a"], slow, "u", mark=1.0).svg(), charts.curves("t", [], "a", "u", mark=1.0).svg()):
-        (dashed,) = re.findall(r'y1="([-\d.]+)"[^>]*dasharray', svg)
+    slower = [Curve("c", "#111", [Point(1, 0.4, "a")])]
+    for chart in (charts.bars("t", ["a"], slow, "u", mark=1.0), charts.curves("t", slower, "a", "u", mark=1.0)):
+        (dashed,) = re.findall(r'y1="([-\d.]+)"[^>]*dasharray', chart.svg())
         assert float(dashed) == 26.0, "at the top of the axis, which ends at 1"
 
 
