@@ -88,6 +88,12 @@ def test_the_files(target: EagerTarget, tmp_path: Path, kind: str, layers: int) 
     assert (found["d2t"].data + np.arange(len(KNOWN))).tolist() == KNOWN
 
 
+def test_a_full_disk(target: EagerTarget, tmp_path: Path) -> None:
+    (tmp_path / "openvino_model.bin").mkdir()
+    with pytest.raises(OSError, match="cannot write .*openvino_model.xml"):
+        openvino_head.write(tmp_path, shaken_head(target, KNOWN), target.spec, torch.float32)
+
+
 # -- what it computes --------------------------------------------------------------------------------------------------
 
 
@@ -151,23 +157,25 @@ def heads(target: EagerTarget) -> dict[str, Eagle3]:
 
 @pytest.mark.parametrize("name", [
     "plain", "whole vocabulary", "2 layers", "3 layers", "norm_before_residual", "biases", "heads of their own",
-    "other sizes", "own rows", "narrow",
+    "other sizes", "own rows", "narrow", "f64", "f16", "bf16",
 ])  # fmt: skip
 def test_it_drafts_as_the_head_does(target: EagerTarget, tmp_path: Path, name: str) -> None:
     """A text, then a chain fed back: by the graph as GenAI rebuilds it. And the text in two parts, by the graph as it
     lies in the file."""
-    head = heads(target)[name]
+    head, dtype = heads(target)["plain" if name in KINDS else name], KINDS.get(name, torch.float32)
+    head = head.to(dtype).float()  # values that the dtype holds
+    head.embedding_VD = head.embedding_VD.to(dtype).float()
     states_TLD = hidden(target, head.reads)
     tokens, num = [*TEXT[1:], 5], len(TEXT)
     expected = logits(head, states_TLD)
 
     core, wide = ov.Core(), states_TLD.flatten(1)
-    request = core.compile_model(read_back(tmp_path, head, target), "CPU", EXACT).create_infer_request()
+    request = core.compile_model(read_back(tmp_path, head, target, dtype), "CPU", EXACT).create_infer_request()
     request.infer(inputs(tokens[:3], wide[:3], 0))
     out = request.infer(inputs(tokens[3:], wide[3:], 3))
     close(out["logits"][0, -1], expected[0])
 
-    model = rebuilt(read_back(tmp_path, head, target))
+    model = rebuilt(read_back(tmp_path, head, target, dtype))
     request = core.compile_model(model, "CPU", EXACT).create_infer_request()
     out = request.infer(inputs(tokens, head.fc(wide), 0))
     close(out["logits"][0, -1], expected[0])

@@ -7,7 +7,7 @@ GenAI (2026.4; eagle3_model_transforms.cpp) rebuilds the graph before it runs it
 - a constant named "d2t" that is an output holds distances from draft tokens to tokens;
 - `hidden_layers_list` in `rt_info` names the layers that the states leave.
 So what stands around fc, and a norm of what is fed back, cannot be served. Attention over a state with `beam_idx` is
-the form that OpenVINO turns into paged attention. Knows no files but the two of an IR, and no target.
+the form that OpenVINO turns into paged attention. Knows no target but what its TargetSpec says.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from eyas.drafters.eagle3 import Eagle3
 from eyas.drafters.layers import BlockConfig
-from eyas.errors import InputError
+from eyas.errors import InputError, one_line
 from eyas.files import write_text
 from eyas.formats import head_tensors
 from eyas.targets.base import TargetSpec
@@ -40,8 +40,15 @@ _TYPES = {torch.float64: ov.Type.f64, torch.float32: _F32, torch.float16: ov.Typ
 
 
 def write(folder: Path, head: Eagle3, spec: TargetSpec, dtype: torch.dtype) -> None:
-    """Write `head` for the target of `spec`: `FILE` and its weights, in `dtype`, and the tokens that end an answer."""
-    ov.save_model(build(head, dtype), folder / FILE, compress_to_fp16=False)
+    """Write `head` for the target of `spec`: `FILE` and its weights, in `dtype`, and the tokens that end an answer.
+
+    Raises:
+        OSError: the place cannot be written, or the disk is full.
+    """
+    try:
+        ov.save_model(build(head, dtype), folder / FILE, compress_to_fp16=False)
+    except RuntimeError as error:  # its way to say so
+        raise OSError(f"cannot write {folder / FILE}: {one_line(error)}") from error
     write_text(folder / "generation_config.json", json.dumps({"eos_token_id": list(spec.eos_ids)}) + "\n")
 
 
