@@ -50,6 +50,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     how = {"backend": "eager", "dtype": "float32", "tree": f"chain:{arguments.chain}"}
     model = eyas.load(arguments.target, arguments.head, **how)
+    assert model.drafter is not None
     texts = [item.text for item in read_workload(arguments.workload, arguments.limit)]
     prompts = [model.encode(text) for text in texts]
     request = {
@@ -58,7 +59,7 @@ def main() -> int:
         "end": list(model.target.spec.eos_ids),
         "prompts": prompts,
         "dtype": "float32",
-        "method": "eagle3",
+        "method": model.drafter.kind,
         "target": str(checkpoint.target_folder(arguments.target)),
     }
     with tempfile.TemporaryDirectory() as scratch:

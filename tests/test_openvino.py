@@ -237,6 +237,19 @@ def test_its_attention_can_be_paged(target: EagerTarget, tmp_path: Path, layers:
     assert not of_type(model, "ReadValue") and not of_type(model, "ScaledDotProductAttention")
 
 
+def test_which_heads_share_keys(target: EagerTarget, tmp_path: Path) -> None:
+    """Heads 0 and 1 read the first keys, 2 and 3 the second. By itself: the CPU plugin puts its own way of sharing in
+    the place of any that stands before an attention, right or wrong."""
+    model = read_back(tmp_path, shaken_head(target, KNOWN), target)
+    [attention] = of_type(model, "ScaledDotProductAttention")
+    keys = ops.parameter([1, 2, 1, 8], ov.Type.f32)
+    shared = source(attention, 1)
+    source(source(shared, 0), 0).input(0).replace_source_output(keys.output(0))  # under a Broadcast, an Unsqueeze
+    given = np.arange(16, dtype=np.float32).reshape(1, 2, 1, 8)
+    run = ov.compile_model(ov.Model([ops.result(shared)], [keys]), "CPU")
+    assert np.array_equal(run(given)[0], given[:, [0, 0, 1, 1]])
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_which_rows_are_the_targets(target: EagerTarget, tmp_path: Path, own: bool) -> None:
     """GenAI puts the target's embedding in the place of a table of that length that a Gather reads."""
@@ -263,6 +276,9 @@ def test_the_command(
     assert f"optimum-cli export openvino -m {tmp_path / 'target'} TARGET" in record["serve"]
     model = ov.Core().read_model(tmp_path / "out" / "openvino_model.xml")
     assert [port.any_name for port in model.outputs] == ["logits", "d2t"]
+    save_head(shaken_head(target, KNOWN, norm_output=True), tmp_path / "normed", {}, "a head\n")
+    normed = [str(tmp_path / "normed") if word == str(tmp_path / "head") else word for word in arguments]
+    assert "does not know norm_output" in refused(capsys, *normed, "--out", str(tmp_path / "other"))
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.delitem(sys.modules, "eyas.openvino_head")
     monkeypatch.delattr(eyas, "openvino_head")
