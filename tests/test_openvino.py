@@ -273,7 +273,7 @@ def test_the_command(
     arguments = ("export", "--head", str(tmp_path / "head"), "--target", str(tmp_path / "target"), "--to", "openvino")
     record = run_json(capsys, *arguments, "--out", str(tmp_path / "out"))
     assert f"draft_model('{tmp_path / 'out'}', 'CPU')" in record["serve"]
-    assert f"optimum-cli export openvino -m {tmp_path / 'target'} TARGET" in record["serve"]
+    assert f"optimum-cli export openvino -m {tmp_path / 'target'} --task" in record["serve"]
     model = ov.Core().read_model(tmp_path / "out" / "openvino_model.xml")
     assert [port.any_name for port in model.outputs] == ["logits", "d2t"]
     save_head(shaken_head(target, KNOWN, norm_output=True), tmp_path / "normed", {}, "a head\n")

@@ -221,7 +221,8 @@ DIALECTS: dict[str, Dialect] = {
         architectures={"eagle3": "eagle3"},
         keys={},
         serve="LLMPipeline(TARGET, 'CPU', draft_model=draft_model({head!r}, 'CPU')).generate(PROMPT, "
-        "num_assistant_tokens=3), where TARGET is what optimum-cli export openvino -m {target} TARGET writes",
+        "num_assistant_tokens=3), where TARGET is what this writes: optimum-cli export openvino -m {target} --task "
+        "text-generation-with-past TARGET",
         switches=("norm_before_residual",),
         biases=("qkv",),
         most_layers=5,
