@@ -282,7 +282,8 @@ def test_the_command(
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.delitem(sys.modules, "eyas.openvino_head")
     monkeypatch.delattr(eyas, "openvino_head")
-    sentence = refused(capsys, *arguments, "--out", str(tmp_path / "other"))
+    arguments = [str(tmp_path / "nowhere") if word == str(tmp_path / "target") else word for word in arguments]
+    sentence = refused(capsys, *arguments, "--out", str(tmp_path / "other"))  # before any target is loaded
     assert "openvino, which is not installed: pip install 'eyas[openvino]'" in sentence
     assert not (tmp_path / "other").exists()
 
