@@ -53,6 +53,7 @@ def tune_page(record: Mapping[str, Any]) -> Page:
     plain = {own["workload"]: float(own["tokens_per_second"]) for own in record.get("plain", [])}
     colours = [("forecast, the best tree of each size", PREDICTED), ("measured", MEASURED), ("chosen", INK)]
     parts: list[str | Charts] = [
+        note(", ".join(str(record[name]) for name in ("head", "backend", "dtype") if name in record)),
         note(f"{machine['cpu']}, {machine['threads']} threads, {machine['system']}"),
         note(f"Chosen: {chosen}"),
         legend(colours),
@@ -68,7 +69,8 @@ def tune_page(record: Mapping[str, Any]) -> Page:
         Charts("any workload", tuple(_curves(memory, what, chosen, _MEMORY) for what in SIZES)),
         "<h2>What the parts of a round cost</h2>",
         note(f"Measured inside the decoding loop. Every round: {costs['first']:.2f} ms for the first level and "
-             f"{costs['rest']:.2f} ms beside drafting and verifying; a plain round: {costs['plain_rest']:.2f} ms "
+             f"{costs['rest']:.2f} ms, {costs.get('rest_per_node', 0.0):.3f} more for each node, beside drafting and "
+             f"verifying; a plain round: {costs['plain_rest']:.2f} ms "
              f"beside its forward."),  # fmt: skip
         Charts("in a round", (_cost("a forward of the target", costs["verify"], "its rows: the root and the nodes", 1),
                         _cost("a level deeper", costs["expand"], "nodes that are expanded", 0))),
