@@ -59,6 +59,7 @@ def test_a_slice_is_the_target_without_the_other_layers(family: str, tmp_path: P
         assert len(set(pruned.config.layer_types)) == 2, "the test wants layers of both kinds"
     torch.testing.assert_close(logits(learner.model), logits(pruned), rtol=0, atol=1e-5)
     save_student(learner, tiny_tokenizer(), tmp_path, "a card\n", torch.float32)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644, "others may read it"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert loaded.config.num_hidden_layers == 3
     torch.testing.assert_close(logits(loaded), logits(learner.model), rtol=0, atol=1e-5)

@@ -463,6 +463,7 @@ def save_student(
         model.save_pretrained(temporary, max_shard_size=f"{shard_mb or 1_000_000}MB")
         tokenizer.save_pretrained(temporary)
         for path in sorted(Path(temporary).iterdir(), key=lambda path: path.name == "config.json"):  # the config last
+            path.chmod(0o644)
             path.replace(folder / path.name)
     write_text(folder / "card.md", card)
 
