@@ -7,7 +7,7 @@ and stops that fall into the middle of an accepted path, drafters that are alway
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,7 +23,7 @@ from eyas.generate import generate, generate_plain
 from eyas.grammar import Grammar
 from eyas.initial import new_head
 from eyas.measure import Answer, alpha_by_depth, tau, timed
-from eyas.policies import Chain, Policy, parse_policy
+from eyas.policies import Chain, Level, Policy, parse_policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.tree import Tree
@@ -252,6 +252,52 @@ def test_a_head_observes_the_true_states_of_the_accepted_tokens(target: EagerTar
     text = [*PROMPT, *answer.tokens]
     states_TLD = target.verify([(target.new_cache(), Tree.chain(text))], oracle.reads)[0].hidden_NLD
     place = 0
+    for tokens, hidden_TLD in oracle.shown:
+        assert tokens == text[place + 1 : place + 1 + len(tokens)]
+        torch.testing.assert_close(hidden_TLD, states_TLD[place : place + len(tokens)], rtol=0, atol=1e-10)
+        place += len(tokens)
+
+
+@dataclass(frozen=True)
+class InTurn(Policy):
+    """One policy after the other; None is a plain round."""
+
+    turns: Sequence[Policy | None]
+    levels, width = 0, 0  # never asked for: rounds have policies of their own
+
+    def expands(self, level: Level) -> list[int]:
+        raise AssertionError
+
+    def pilot(self) -> Taking:
+        return Taking(itertools.cycle(self.turns), [])
+
+
+@dataclass
+class Taking:
+    turns: Iterator[Policy | None]
+    seen: list[tuple[int, int]]
+
+    def choose(self) -> Policy | None:
+        return next(self.turns)
+
+    def see(self, tree: Tree, path: Sequence[int]) -> None:
+        self.seen.append((len(tree), len(path)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_policies_may_change_from_round_to_round(target: EagerTarget, temperature: float) -> None:
+    """Plain rounds between: what they verified reaches the drafter in one piece, each token with its true state."""
+    turns = [Chain(2), None, None, parse_policy("dynamic:levels=3,top_k=2,nodes=5"), None, Chain(1), Chain(4)]
+    oracle, sampling = Oracle(target), Sampling(temperature, seed=3)
+    plain, drafted = both(target, oracle, InTurn(turns), sampling, Stop(60))
+    assert drafted.tokens == plain.tokens
+    drafting = itertools.cycle(turn is not None for turn in turns)
+    for round_, drafts in zip(drafted.rounds[1:-2], drafting, strict=False):
+        assert round_.tree is not None and (len(round_.tree) > 1) == drafts == (round_.draft_ms > 0)
+        assert drafts or len(round_.tokens) == 1
+    assert any(len(round_.tokens) > 2 for round_ in drafted.rounds), "a drafter that was brought back guesses well"
+    place, text = 0, [*PROMPT, *drafted.tokens]
+    states_TLD = target.verify([(target.new_cache(), Tree.chain(text))], oracle.reads)[0].hidden_NLD
     for tokens, hidden_TLD in oracle.shown:
         assert tokens == text[place + 1 : place + 1 + len(tokens)]
         torch.testing.assert_close(hidden_TLD, states_TLD[place : place + len(tokens)], rtol=0, atol=1e-10)

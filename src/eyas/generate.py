@@ -205,6 +205,7 @@ class _Sequence(Generic[CacheT, StateT]):
         self._num_prompt = len(request.prompt)
         self._tokens = list(request.prompt)
         self._num_pairs = 0  # that the drafter has observed
+        self._pilot = engine.policy.pilot()
         self._draft_ms = 0.0
         self._level_ms: tuple[float, ...] = ()
 
@@ -214,20 +215,23 @@ class _Sequence(Generic[CacheT, StateT]):
         start = self._begin(memory)
         verified = read(target, self.cache, self._tokens[start:], self._engine.reads)
         verify_ms = clock.lap()
-        self._hidden_TLD = verified.hidden_NLD
         step = walk(Tree.chain(self._tokens[-1:]), verified.logits_NV, self._sampling, self._prefix, self._stop)
-        # followers[i] comes after the token whose states are hidden_TLD[i]
+        # what the drafter has not observed: followers[i] comes after the token whose states are row i of `hidden`
+        self._hidden = [verified.hidden_NLD]
         self._followers = [*self._tokens[start + 1 :], *step.tokens]
         return self._deliver(None, [], step, verified.logits_NV, (0.0, verify_ms, clock.lap()))
 
     def grow(self) -> Tree:
-        """Observe what was verified last, and draft on from there."""
-        drafter, policy, clock = self._engine.drafter, self._engine.policy, _Clock()
-        if drafter is None or self._state is None:
+        """Observe what was verified since the last draft, and draft on from there."""
+        drafter, clock = self._engine.drafter, _Clock()
+        self._draft_ms, self._level_ms = 0.0, ()
+        policy = None if drafter is None else self._pilot.choose()
+        if drafter is None or self._state is None or policy is None:
             return Tree.chain(self._tokens[-1:])
         marks = [time.perf_counter()]
-        candidates = drafter.observe(self._state, self._followers, self._hidden_TLD, policy.width)
+        candidates = drafter.observe(self._state, self._followers, torch.cat(self._hidden), policy.width)
         self._num_pairs += len(self._followers)
+        self._hidden, self._followers = [], []
         budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
         root, position = self._tokens[-1], len(self._tokens)
         tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, marks)
@@ -240,7 +244,10 @@ class _Sequence(Generic[CacheT, StateT]):
         clock = _Clock()
         step = walk(tree, verified.logits_NV, self._sampling, self._prefix, self._stop)
         self._engine.target.keep(self.cache, step.path)
-        self._hidden_TLD, self._followers = verified.hidden_NLD[step.path], step.tokens
+        self._pilot.see(tree, step.path)
+        if self._engine.drafter is not None:
+            self._hidden.append(verified.hidden_NLD[step.path])
+            self._followers += step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
         tree = tree if self._engine.with_logits else tree.without_laws()
         round_ = self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))

@@ -71,8 +71,35 @@ class Policy(ABC):
             InputError: there are none.
         """
 
+    def pilot(self) -> Pilot:
+        """Who chooses the policies of one answer's rounds: this one, every time."""
+        return _Always(self)
+
     by_rank = False  # do `records` and `expands` want rank paths? They cost time
     keyed = True  # does drafted output equal plain output token for token, or only in its law?
+
+
+class Pilot(Protocol):
+    """Chooses the policy of each round of one answer, knowing what became of the rounds before."""
+
+    def choose(self) -> Policy | None:
+        """The next round's; None for a plain round: no draft, one token."""
+        ...
+
+    def see(self, tree: Tree, path: Sequence[int]) -> None:
+        """The tree that was verified, and its nodes that held, the root first."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Always:
+    policy: Policy
+
+    def choose(self) -> Policy:
+        return self.policy
+
+    def see(self, tree: Tree, path: Sequence[int]) -> None:
+        pass
 
 
 @dataclass(frozen=True)
