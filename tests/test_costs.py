@@ -26,7 +26,7 @@ from eyas.tree import Tree
 from eyas.verify import Stop
 
 COSTS = Costs(
-    verify=((0, 10.0), (4, 12.0), (8, 11.0), (16, 20.0)),
+    verify=((0, 10.0), (4, 12.0), (8, 12.0), (16, 20.0)),
     expand=((1, 1.0), (5, 3.0)),
     first=2.0,
     rest=0.5,
@@ -36,7 +36,7 @@ COSTS = Costs(
 
 
 def test_a_forward_between_and_beyond_the_measured_sizes() -> None:
-    assert [COSTS.verify_ms(nodes) for nodes in (0, 1, 4, 6, 8)] == [10.0, 10.5, 12.0, 12.0, 12.0], "it never falls"
+    assert [COSTS.verify_ms(nodes) for nodes in (0, 1, 4, 6, 8)] == [10.0, 10.5, 12.0, 12.0, 12.0]
     assert [COSTS.verify_ms(nodes) for nodes in (12, 16, 24)] == [16.0, 20.0, 28.0], "on with the last slope"
     assert [COSTS.level_ms(rows) for rows in (1, 2, 5, 7)] == [1.0, 1.5, 3.0, 4.0]
     assert replace(COSTS, verify=((0, 10.0),)).verify_ms(50) == 10.0, "one size is all that is known"
@@ -75,6 +75,12 @@ def test_a_size_that_was_hardly_met_makes_no_point() -> None:
     tree = Sample(2, (), (1.0,), 12.0, 13.0)
     assert [size for size, _ in fit([common] * 6 + [tree] * 6 + [rare] * 4, []).verify] == [0, 2]
     assert [size for size, _ in fit([common, tree, rare], []).verify] == [0, 2, 7], "where all are rare, all count"
+
+
+def test_a_curve_never_falls() -> None:
+    sizes = {0: 10.0, 2: 14.0, 4: 12.0, 6: 13.0, 8: 20.0}
+    rounds = [Sample(n, (), (1.0,) if n else (), ms, ms + 1) for n, ms in sizes.items()]
+    assert fit(rounds, []).verify == ((0, 10.0), (2, 13.0), (4, 13.0), (6, 13.0), (8, 20.0)), "14, 12 and 13 share 13"
 
 
 def test_too_few_rounds_are_no_measurement() -> None:
@@ -177,10 +183,12 @@ def test_shapes_take_turns_round_by_round(clock: Clock) -> None:
     meter = Meter(TimedTarget(clock), TimedDrafter(clock), SHAPES)
     request = Request([1, *range(5, 25)], Sampling(), Stop(100))
     assert meter.run(request, 10) == 10 and len(meter.samples) == 10
-    assert [own.nodes for own in meter.samples] == [2, 0, 5, 9, 2, 0, 5, 9, 2, 0]
-    assert [own.rows for own in meter.samples[:4]] == [(1,), (), (3, 3), (4,)]
-    assert meter.run(request, 1) == 1 and meter.samples[-1].nodes == 5, "the next answer goes on where this one was"
-    assert [own.begins for own in meter.samples] == [True] + [False] * 9 + [True]
+    assert meter.run(request, 2) == 2, "the next answer goes on where this one was"
+    nodes = [own.nodes for own in meter.samples]
+    assert [sorted(nodes[i : i + 4]) for i in (0, 4, 8)] == [[0, 2, 5, 9]] * 3 and nodes[:4] != nodes[4:8]
+    assert {own.nodes: own.rows for own in meter.samples} == {2: (1,), 0: (), 5: (3, 3), 9: (4,)}
+    first = [0 if nodes[0] else 1, 10 if nodes[10] else 11]  # with a tree: it takes in the prompt
+    assert [i for i, own in enumerate(meter.samples) if own.begins] == first
 
 
 def test_answers_without_a_round_are_refused(clock: Clock) -> None:

@@ -12,7 +12,8 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, cycle
+from itertools import cycle
+from random import Random
 from statistics import linear_regression, median
 from typing import Any, Generic, TypeVar
 
@@ -98,14 +99,12 @@ class Costs:
 
 
 def _at(curve: Curve, size: float) -> float:
-    """Linear between the measured sizes, with the last slope beyond them; never falls: where a larger size measured
-    faster, that was noise."""
-    sizes, heights = [size for size, _ in curve], list(accumulate((ms for _, ms in curve), max))
-    if size <= sizes[0] or len(sizes) == 1:
-        return heights[0]
-    right = min(bisect_right(sizes, size), len(sizes) - 1)
-    slope = (heights[right] - heights[right - 1]) / (sizes[right] - sizes[right - 1])
-    return heights[right - 1] + slope * (size - sizes[right - 1])
+    """Linear between the measured sizes, with the last slope beyond them."""
+    if size <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    right = min(bisect_right(curve, size, key=lambda point: point[0]), len(curve) - 1)
+    (low, before), (high, after) = curve[right - 1], curve[right]
+    return before + (after - before) / (high - low) * (size - low)
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Sample:
     level_ms: tuple[float, ...]  # empty for a plain round
     verify_ms: float
     whole_ms: float
-    observed: int = 1  # tokens that the first level took in
+    observed: int = 0  # tokens that the first level took in
     begins: bool = False  # the drafter's first round of an answer, which absorbs the prompt
 
     @property
@@ -136,7 +135,7 @@ def fit(samples: Sequence[Sample], reads: Sequence[tuple[int, float]]) -> Costs:
     if not drafted or not plain:
         raise InputError("the prompts' answers are too short: too few rounds were decoded to measure them")
     rests = _curve((own.nodes, own.rest_ms) for own in drafted)
-    slope = max(linear_regression(*zip(*rests, strict=True)).slope, 0.0) if len(rests) > 1 else 0.0
+    slope = linear_regression(*zip(*rests, strict=True)).slope if len(rests) > 1 else 0.0
     starts = [own for own in samples if own.begins and own.level_ms]
     costs = Costs(
         verify=_curve((own.nodes, own.verify_ms) for own in rounds),
@@ -154,20 +153,32 @@ def fit(samples: Sequence[Sample], reads: Sequence[tuple[int, float]]) -> Costs:
 
 
 def _curve(pairs: Iterable[tuple[int, float]]) -> Curve:
-    """The median at each size that was met often enough."""
+    """The median at each size that was met often enough. A curve never falls: where a larger size measured faster, that
+    was noise, and they share their mean (isotonic regression by pooling neighbours)."""
     found: dict[int, list[float]] = {}
     for size, ms in pairs:
         found.setdefault(size, []).append(ms)
     most = max(map(len, found.values()), default=0)
-    return tuple((size, median(found[size])) for size in sorted(found) if len(found[size]) >= min(_FEWEST, most))
+    pools: list[tuple[float, list[int]]] = []  # a mean, and the sizes that share it
+    for size in sorted(size for size, own in found.items() if len(own) >= min(_FEWEST, most)):
+        ms, sizes = median(found[size]), [size]
+        while pools and pools[-1][0] > ms:
+            mean, before = pools.pop()
+            ms = (mean * len(before) + ms * len(sizes)) / (len(before) + len(sizes))
+            sizes = before + sizes
+        pools.append((ms, sizes))
+    return tuple((size, ms) for ms, sizes in pools for size in sizes)
 
 
-class _Cycle(Policy):
-    """Another shape in every round, and on from there in the next answer: a pilot of its own."""
+class _Alternating(Policy):
+    """Another shape in every round, all of them by turns in an order that changes (none may gain by what runs before
+    it), and on from there in the next answer: a pilot of its own."""
 
     def __init__(self, shapes: Sequence[Policy | None]) -> None:
         self._shapes = [shape for shape in shapes if shape is not None]
-        self._next = cycle(shapes)
+        self._turns = list(shapes)
+        self._next: list[Policy | None] = []
+        self._random = Random(0)
 
     @property
     def levels(self) -> int:
@@ -180,18 +191,19 @@ class _Cycle(Policy):
     def expands(self, level: Level) -> list[int]:
         raise AssertionError("each round has a policy of its own")
 
-    def pilot(self) -> _Cycle:
+    def pilot(self) -> _Alternating:
         return self
 
     def choose(self) -> Policy | None:
-        return next(self._next)
+        self._next = self._next or self._random.sample(self._turns, len(self._turns))
+        return self._next.pop()
 
     def see(self, tree: Tree, path: Sequence[int]) -> None:
         pass
 
 
 class _Watched(Drafter[StateT]):
-    """A drafter, and what it was asked for in the last round."""
+    """A drafter, and what it was asked for in this round."""
 
     def __init__(self, drafter: Drafter[StateT]) -> None:
         self.kind, self.reads = drafter.kind, drafter.reads
@@ -203,7 +215,7 @@ class _Watched(Drafter[StateT]):
         return self._drafter.new_state(first)
 
     def observe(self, state: StateT, tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
-        self.observed, self.rows = len(tokens), []
+        self.observed = len(tokens)
         return self._drafter.observe(state, tokens, hidden_TLD, width)
 
     def expand(self, state: StateT, rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates:
@@ -224,28 +236,26 @@ class Meter(Generic[CacheT, StateT]):
         self, target: Target[CacheT], drafter: Drafter[StateT], shapes: Sequence[Policy | None] = SHAPES
     ) -> None:
         self._target, self._drafter = target, _Watched(drafter)
-        self._policy = _Cycle(shapes)
+        self._policy = _Alternating(shapes)
         self.samples: list[Sample] = []
         self.reads: list[tuple[int, float]] = []
 
     def run(self, request: Request, rounds: int) -> int:
         """Up to so many rounds of one answer; how many there were."""
         watched, before, begins, last = self._drafter, len(self.samples), True, time.perf_counter()
+        watched.observed, watched.rows = 0, []
         answer = generate(self._target, watched, self._policy, request.prompt, request.sampling, request.stop, False)
         for round_ in answer:
-            now = time.perf_counter()
+            whole_ms, drafted = (time.perf_counter() - last) * 1e3, bool(round_.level_ms)
             if round_.tree is None:
                 self.reads.append((len(request.prompt), round_.verify_ms))
-            else:
-                drafted = bool(round_.level_ms)
-                rows, observed = (tuple(watched.rows), watched.observed) if drafted else ((), 0)
-                nodes, whole_ms = len(round_.tree) - 1, (now - last) * 1e3
-                self.samples.append(
-                    Sample(nodes, rows, round_.level_ms, round_.verify_ms, whole_ms, observed, begins and drafted)
-                )
+            elif drafted or not watched.observed:  # the budget's last round may observe and have no level to draft
+                parts = (round_.level_ms, round_.verify_ms, whole_ms, watched.observed, begins and drafted)
+                self.samples.append(Sample(len(round_.tree) - 1, tuple(watched.rows), *parts))
                 begins = begins and not drafted
                 if len(self.samples) - before >= rounds:
                     break
+            watched.observed, watched.rows = 0, []
             last = time.perf_counter()
         return len(self.samples) - before
 
@@ -277,15 +287,13 @@ def measure_costs(
     meter = Meter(target, drafter, shapes)
     meter.run(requests[0], len(shapes))
     meter.forget()
-    idle = 0
+    asked, idle = cycle(requests), 0
     with tqdm(total=rounds, desc="costs", unit="round") as bar:
-        for request in cycle(requests):
-            done = meter.run(request, rounds - bar.n)
+        while bar.n < rounds and idle < len(requests):
+            done = meter.run(next(asked), rounds - bar.n)
             bar.update(done)
             idle = 0 if done else idle + 1
-            if bar.n >= rounds or idle >= len(requests):
-                return meter.costs()
-    raise InputError("there is no prompt to measure costs on")
+    return meter.costs()
 
 
 def keep(place: Place, costs: Costs) -> None:
