@@ -10,7 +10,7 @@ from eyas.costs import Costs
 from eyas.drafters.base import Drafter
 from eyas.drafters.lookup import Lookup
 from eyas.drafters.small_model import SmallModel
-from eyas.forecast import UNPRUNED, Foresight, Tally, tree_bytes, unpruned
+from eyas.forecast import Foresight, Tally, shapes, tree_bytes
 from eyas.generate import Request, generate_plain
 from eyas.initial import new_head
 from eyas.measure import tau, timed
@@ -78,12 +78,11 @@ def test_a_forecast_is_the_replay(kind: str) -> None:
     if kind == "eagle3":
         drafter = new_head("eagle3", target, torch.arange(0, VOCAB, 2)).double().eval()
     policies = [*GRID, *map(parse_policy, ("chain:1", "chain:4", "static", "dynamic:levels=6,top_k=2,nodes=9"))]
-    shapes = [*dict.fromkeys(map(unpruned, policies))]
     prompt, taus = [1, 8, 4, 4, 30], set()
     for temperature, length in ((0.0, 25), (0.8, 14)):
         request = Request(prompt, Sampling(temperature, seed=3), Stop(length))
         answer = timed(generate_plain(target, prompt, request.sampling, request.stop))
-        recorded = trace(target, drafter, request, answer, shapes)
+        recorded = trace(target, drafter, request, answer, shapes(policies))
         foresight = Foresight(recorded, len(prompt), policies)
         for policy in policies:
             found, rounds = foresight.tally(policy, COSTS), replay(recorded, policy)
@@ -96,12 +95,21 @@ def test_a_forecast_is_the_replay(kind: str) -> None:
     assert len(taus) > 1, "the trees differ in what they are worth"
 
 
+def test_what_a_trace_is_to_hold() -> None:
+    policies = [Chain(2), Dynamic(3, 1, 2), Dynamic(2, 4, 9), Dynamic(1, 4, 3), parse_policy("static")]
+    assert [*map(str, shapes(policies))] == [
+        "dynamic:levels=3,top_k=1,nodes=10000",
+        "dynamic:levels=2,top_k=4,nodes=10000",
+        "static",
+    ]
+
+
 def test_levels_that_the_budget_leaves_out_cost_nothing() -> None:
     """A right drafter's chain of 4 over 7 tokens: 5 of them, then one that only one level is left for."""
     target = tiny_target()
     request = Request([1, 8, 4], Sampling(), Stop(8))
     answer = timed(generate_plain(target, request.prompt, request.sampling, request.stop))
-    recorded = trace(target, SmallModel(tiny_target()), request, answer, [Dynamic(4, 2, UNPRUNED)])
+    recorded = trace(target, SmallModel(tiny_target()), request, answer, [Chain(4), Dynamic(4, 2, 99)])
     per_level = Costs(((0, 0.0),), ((1, 1.0), (2, 2.0)), 0.0, 0.0, 0.0)
     foresight = Foresight(recorded, 3, [Chain(4), Dynamic(2, 2, 6)])
     assert foresight.tally(Chain(4), per_level).milliseconds == 3.0, "levels 2 to 4; then 2 tokens: one level"

@@ -7,7 +7,7 @@ survives. Legend: P places of an answer, L levels, D depths of the path that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,19 +70,18 @@ class Foresight:
             NotInTrace, InputError: as `replay.replay`.
         """
         self._prompt_tokens, self._tokens = prompt_tokens, len(trace.tokens)
+        self._grown: dict[int, _Grown] = {}  # by top_k
         self._replayed: dict[Policy, list[tuple[int, list[int]]]] = {}  # nodes and rows of each round
-        deepest: dict[int, int] = {}  # levels, by top_k
-        for policy in map(as_dynamic, policies):
+        for policy in shapes(policies):
             if isinstance(policy, Dynamic):
-                deepest[policy.top_k] = max(policy.levels, deepest.get(policy.top_k, 0))
+                self._grown[policy.top_k] = _grow(trace, policy.levels, policy.top_k)
             else:
                 trees = [round_.tree for round_ in replay(trace, policy).rounds if round_.tree is not None]
                 self._replayed[policy] = [(len(tree) - 1, _rows(tree)) for tree in trees]
-        self._grown = {top_k: _grow(trace, levels, top_k) for top_k, levels in deepest.items()}
 
     def tally(self, policy: Policy, costs: Costs) -> Tally:
         """The answer under one of the policies."""
-        policy = as_dynamic(policy)
+        policy = _as_dynamic(policy)
         if not isinstance(policy, Dynamic):
             return self._answer(costs, [costs.round_ms(nodes, rows) for nodes, rows in self._replayed[policy]])
         grown, last = self._grown[policy.top_k], policy.levels - 1
@@ -105,15 +104,21 @@ class Foresight:
         return Tally(1, self._tokens, len(rounds_ms), prompt_ms + sum(rounds_ms))
 
 
-def as_dynamic(policy: Policy) -> Policy:
+def shapes(policies: Iterable[Policy]) -> list[Policy]:
+    """What a trace is to hold for policies: of dynamic ones the deepest for each `top_k`, unpruned."""
+    deepest: dict[int, int] = {}
+    others: dict[Policy, None] = {}
+    for policy in map(_as_dynamic, policies):
+        if isinstance(policy, Dynamic):
+            deepest[policy.top_k] = max(policy.levels, deepest.get(policy.top_k, 0))
+        else:
+            others[policy] = None
+    return [*(Dynamic(levels, top_k, UNPRUNED) for top_k, levels in deepest.items()), *others]
+
+
+def _as_dynamic(policy: Policy) -> Policy:
     """A chain as the dynamic tree that it is."""
     return Dynamic(policy.length, 1, policy.length) if isinstance(policy, Chain) else policy
-
-
-def unpruned(policy: Policy) -> Policy:
-    """What a trace is to hold for a policy, whatever its number of nodes."""
-    policy = as_dynamic(policy)
-    return Dynamic(policy.levels, policy.top_k, UNPRUNED) if isinstance(policy, Dynamic) else policy
 
 
 def _hop(accepted: Sequence[int], round_ms: Sequence[float]) -> list[float]:
