@@ -8,19 +8,19 @@ before the runs and again between them, so that a machine that drifts shifts for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, cycle, pairwise, starmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, chain, pairwise, starmap
 from typing import Any
 
 from tqdm import tqdm
 
 from eyas import bench
-from eyas.costs import ROUNDS, SHAPES, Costs, Meter
+from eyas.costs import SHAPES, Costs, Meter
 from eyas.expect import Shares, expect
 from eyas.forecast import UNPRUNED, Foresight, Tally, shapes, tree_bytes
-from eyas.generate import Request, generate_plain
-from eyas.measure import Answer, draws, timed
+from eyas.generate import Request, Round, generate_plain
+from eyas.measure import Answer, draws, find_divergence, rounding, timed
 from eyas.model import Model
 from eyas.policies import Chain, Dynamic, Policy, Static, parse_policy
 from eyas.prompts import Item
@@ -34,6 +34,7 @@ EAGLE_2 = Dynamic(8, 10, 59)  # the setting of EAGLE's own code
 ALL = "all"  # the workload that is all of them together
 _FEW = 4  # of the best by forecast are checked, with other numbers of nodes each
 _CHECKED = 8  # trees at least
+_FIRST = 8  # answers that costs are measured on before anything is forecast
 
 
 def grid() -> list[Policy]:
@@ -92,12 +93,11 @@ class Tuned:
     rows: list[Row]
     plain: list[Plain]  # by workload, `ALL` last
     costs: Costs
-    compared: list[bench.Row]  # of the first run: divergences, if any
+    divergences: list[dict[str, object]]  # of answers of the first run that are not plain decoding's
 
 
 def tune(
     model: Model,
-    head: str,
     workloads: Mapping[str, Sequence[Item]],
     sampling: Sampling,
     plan: Plan,
@@ -118,37 +118,17 @@ def tune(
     considered = list(dict.fromkeys([*usual, *grid()]))
 
     answers = _Answers(model, requests, considered)
-    meter = _Meter(model, requests)
-    meter.run(ROUNDS // 2, "costs")
+    meter: Meter[Any, Any] = Meter(model.target, model.drafter)
+    meter.run(requests[0], len(SHAPES))
+    meter.forget()
+    for request in tqdm((requests * _FIRST)[:_FIRST], desc="costs", unit="answer"):
+        meter.run(request, 2 * len(SHAPES))
     keep(meter.costs())
     checked = to_check({policy: answers.tally(policy, meter.costs()) for policy in considered}, usual)
-    runs = _Runs(model, head, checked, items, sampling, how)
-    for number in range(1, plan.repeats + 1):
-        runs.run(f"run {number} of {plan.repeats}")
-        meter.run(ROUNDS // (2 * plan.repeats))
+    runs = _Runs(model, checked, requests)
+    runs.run(plan.repeats, meter)
     keep(meter.costs())
     return _found(model, workloads, considered, answers, runs, meter.costs())
-
-
-class _Meter:
-    """Costs on all prompts by turns."""
-
-    def __init__(self, model: Model, requests: Sequence[Request]) -> None:
-        assert model.drafter is not None
-        self._meter: Meter[Any, Any] = Meter(model.target, model.drafter)
-        self._requests = cycle(requests)
-        self._meter.run(requests[0], len(SHAPES))
-        self._meter.forget()
-
-    def run(self, rounds: int, title: str | None = None) -> None:
-        """So many rounds more, spread over answers."""
-        with tqdm(total=rounds, desc=title, unit="round", disable=title is None) as bar:
-            while rounds > 0 and (done := self._meter.run(next(self._requests), min(rounds, 2 * len(SHAPES)))):
-                rounds -= done
-                bar.update(done)
-
-    def costs(self) -> Costs:
-        return self._meter.costs()
 
 
 class _Answers:
@@ -219,33 +199,49 @@ def num_levels(policy: Policy) -> int:
 class _Runs:
     """Measurement: plain decoding and trees side by side on all prompts, run after run."""
 
-    def __init__(
-        self,
-        model: Model,
-        head: str,
-        policies: Sequence[Policy],
-        items: Sequence[Item],
-        sampling: Sampling,
-        how: bench.How,
-    ) -> None:
-        assert model.drafter is not None
-        self.policies, self.reads = policies, model.drafter.reads
-        plain = bench.Method(None, replace(model, drafter=None))
-        self._methods = [plain, *(bench.Method(head, replace(model, policy=policy)) for policy in policies)]
-        self._asked = (items, sampling, how)
-        self._runs: list[list[list[Tally]]] = []  # by run, method and prompt
-        self.compared: list[bench.Row] = []  # of the first run
+    def __init__(self, model: Model, policies: Sequence[Policy], requests: Sequence[Request]) -> None:
+        self.policies, self._requests = policies, requests
+        self._models = [replace(model, drafter=None), *(replace(model, policy=policy) for policy in policies)]
+        self._tallies: list[list[list[Tally]]] = []  # by run, prompt and model
+        self.divergences: list[dict[str, object]] = []
 
-    def run(self, title: str) -> None:
-        items, sampling, how = self._asked
-        rows, answers = bench.compare(self._methods, items, title, sampling, how)
-        self.compared = self.compared or rows
-        self._runs.append([[_tallied(answer) for answer in own] for own in answers])
+    def run(self, repeats: int, meter: Meter[Any, Any]) -> None:
+        """Each prompt is answered by all before the next one, and costs are measured between: a machine that drifts
+        slows all alike. Who begins changes from prompt to prompt."""
+        warming = replace(self._requests[0], stop=replace(self._requests[0].stop, max_new_tokens=8))
+        for model in self._models:
+            timed(self._rounds(model, warming, False))
+        allowed = rounding(self._models[0].target.spec)
+        with tqdm(total=repeats * len(self._requests) * len(self._models), desc="runs", unit="answer") as bar:
+            for number in range(repeats):
+                self._tallies.append([])
+                for i, request in enumerate(self._requests):
+                    begin, judged = (number + i) % len(self._models), number == 0
+                    answers: dict[int, Answer] = {}
+                    for m in (*range(begin, len(self._models)), *range(begin)):
+                        answers[m] = timed(self._rounds(self._models[m], request, judged and allowed > 0))
+                        bar.update()
+                    self._tallies[-1].append([_tallied(answers[m]) for m in range(len(self._models))])
+                    if judged:
+                        self._judge(i, answers, allowed)
+                    meter.run(request, 2 * len(SHAPES))
+
+    @staticmethod
+    def _rounds(model: Model, request: Request, with_logits: bool) -> Iterator[Round]:
+        return model.rounds(request.prompt, request.sampling, request.stop, with_logits)
+
+    def _judge(self, number: int, answers: Mapping[int, Answer], allowed: float) -> None:
+        """Drafted answers are plain decoding's, or rounding explains where they are not."""
+        request = self._requests[number]
+        for m, policy in enumerate(self.policies, 1):
+            found = find_divergence(request.prompt, answers[0], answers[m], request.sampling, allowed)
+            if found is not None:
+                self.divergences.append({"tree": str(policy), "prompt": number, **asdict(found)})
 
     def measured(self, policy: Policy | None, places: Sequence[int]) -> tuple[Tally, list[float]]:
         """Some answers under a policy, or plain: all runs together, and the speed of the slowest and the fastest."""
-        method = 0 if policy is None else 1 + self.policies.index(policy)
-        runs = [sum((run[method][i] for i in places), Tally()) for run in self._runs]
+        m = 0 if policy is None else 1 + self.policies.index(policy)
+        runs = [sum((run[i][m] for i in places), Tally()) for run in self._tallies]
         speeds = [run.tokens_per_second for run in runs]
         return sum(runs, Tally()), [min(speeds), max(speeds)]
 
@@ -262,6 +258,7 @@ def _found(
     runs: _Runs,
     costs: Costs,
 ) -> Tuned:
+    assert model.drafter is not None
     bounds = [0, *accumulate(map(len, workloads.values()))]
     places = dict(zip(workloads, starmap(range, pairwise(bounds)), strict=True)) | {ALL: range(bounds[-1])}
     rows: list[Row] = []
@@ -272,13 +269,13 @@ def _found(
         curves = [*best_by(forecast, num_nodes), *best_by(forecast, num_levels)]
         shown = considered if workload == ALL else [*runs.policies, *curves]
         for policy in dict.fromkeys(shown):
-            size = tree_bytes(model.target.spec, runs.reads, num_nodes(policy))
+            size = tree_bytes(model.target.spec, model.drafter.reads, num_nodes(policy))
             rows.append(_row(workload, policy, forecast[policy], shares, runs, own, size))
         measured, interval = runs.measured(None, own)
         promised = answers.plain(costs, own).tokens_per_second
         plain.append(Plain(workload, promised, measured.tokens_per_second, interval))
     chosen = max(runs.policies, key=lambda policy: runs.measured(policy, places[ALL])[0].tokens_per_second)
-    return Tuned(chosen, rows, plain, costs, runs.compared)
+    return Tuned(chosen, rows, plain, costs, runs.divergences)
 
 
 def _row(

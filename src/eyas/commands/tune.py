@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from eyas import bench, checkpoint, costs, tune
+from eyas import checkpoint, costs, tune
 from eyas.commands.common import EXIT_FAILED, back_end, count, model_flags, print_json, say, say_if_slow
 from eyas.errors import InputError
 from eyas.machine import commit, machine, versions
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     sampling = model.sampling(temperature=arguments.temperature, seed=arguments.seed)
     plan = tune.Plan(arguments.max_new_tokens, arguments.repeats, also)
     place = checkpoint.place_of(spec, arguments.head)
-    found = tune.tune(model, arguments.head, workloads, sampling, plan, lambda own: costs.keep(place, own))
+    found = tune.tune(model, workloads, sampling, plan, lambda own: costs.keep(place, own))
     record = _record(arguments, model, found, {name: len(items) for name, items in workloads.items()})
     kept = keep_tree(spec, arguments.head, found.chosen, record)
     written = write_tree(spec, arguments.head, found.chosen, _summary(record)) if arguments.write else None
@@ -80,10 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_text(found))
     say(f"--tree auto is {found.chosen} here from now on" + (f"; written to {written}" if written else ""))
-    for row in found.compared:
-        for divergence in row.divergences:
-            say(f"{row.method} {row.tree} differs from plain: {divergence}")
-    return EXIT_FAILED if bench.unexplained(found.compared) else 0
+    for divergence in found.divergences:
+        say(f"differs from plain: {divergence}")
+    return EXIT_FAILED if any(not own["explained"] for own in found.divergences) else 0
 
 
 def _record(
@@ -111,6 +110,7 @@ def _record(
         "rows": [asdict(row) for row in found.rows],
         "chosen": str(found.chosen),
         "costs": asdict(found.costs),
+        "divergences": found.divergences,
         "plain": [asdict(own) for own in found.plain],
         "plain_tokens_per_second": overall.tokens_per_second,
         "plain_tokens_per_second_predicted": overall.tokens_per_second_predicted,
@@ -168,18 +168,14 @@ def _line(
 
 
 def _curve(name: str, rows: Sequence[tune.Row], size: Callable[[tune.Row], int]) -> str:
-    """The best tree of each size: by measurement where one was measured, else by forecast."""
+    """The tree of each size that promises most, and what it measured where it was run."""
     best: dict[int, tune.Row] = {}
     for row in sorted(rows, key=lambda row: -row.tokens_per_second_predicted):
         best.setdefault(size(row), row)
-    fastest: dict[int, float] = {}
-    for row in rows:
-        if row.tokens_per_second is not None:
-            fastest[size(row)] = max(row.tokens_per_second, fastest.get(size(row), 0.0))
     most = max(row.tokens_per_second_predicted for row in best.values())
     lines = [f"{name:>6} {'tau':>5} {'MB':>5} {'forecast':>8} {'measured':>8}"]
     for number, row in sorted(best.items()):
-        measured = f"{fastest[number]:.1f}" if number in fastest else ""
+        measured = "" if row.tokens_per_second is None else f"{row.tokens_per_second:.1f}"
         bar = "#" * round(_BAR * row.tokens_per_second_predicted / most)
         note = f"  <- {row.tree.removeprefix('dynamic:')}" if row.tokens_per_second_predicted == most else ""
         tau = "" if row.tau_predicted is None else f"{row.tau_predicted:.2f}"
