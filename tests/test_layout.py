@@ -20,7 +20,7 @@ FLOORS = [
     ["initial"],
     ["policies", "verify", "layouts"],
     ["formats", "dialects"],
-    ["checkpoint", "generate", "gguf_head", "conversations", "endpoint", "exports", "readers"],
+    ["checkpoint", "generate", "gguf_head", "openvino_head", "conversations", "endpoint", "exports", "readers"],
     ["measure", "costs", "features", "expect", "masks", "prepared", "prompts", "trees"],
     ["model", "train", "replay"],
     ["fit", "forecast"],

@@ -54,7 +54,7 @@ SHAPES: tuple[Policy | None, ...] = (
 )
 ROUNDS = 20 * len(SHAPES)  # of a measurement
 _FEWEST = 5  # samples that make a point of a curve, where another one has as many
-_STALL = 3.0  # times what a round should take: more than that is the machine's own business
+_STALL = 3.0  # times the median: what took longer is the machine's own business
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,6 @@ class Costs:
         levels = self.first + sum(map(self.level_ms, rows))
         return self.verify_ms(nodes) + levels + self.rest + self.rest_per_node * nodes
 
-    def scaled(self, factor: float) -> Costs:
-        """All of them on a machine that takes `factor` times as long."""
-
-        def longer(curve: Curve) -> Curve:
-            return tuple((size, ms * factor) for size, ms in curve)
-
-        numbers = {name: value * factor for name, value in asdict(self).items() if isinstance(value, float)}
-        return Costs(verify=longer(self.verify), expand=longer(self.expand), **numbers)
-
 
 def _at(curve: Curve, size: float) -> float:
     """Linear between the measured sizes, with the last slope beyond them."""
@@ -127,8 +118,8 @@ class Sample:
 def fit(samples: Sequence[Sample], reads: Sequence[tuple[int, float]]) -> Costs:
     """Costs from rounds, and from prompts: their tokens and the milliseconds of the target's forward over them.
 
-    Medians say what the parts cost beside each other. The speed of a run is a matter of the mean, to which the pauses
-    of a machine belong: so all of them are then scaled by what rounds took, on average, beside what they should have.
+    The speed of a run follows the mean, so that is what counts: where a machine changes its pace, a median belongs to
+    one of them. Only what took far longer than usual counts as less.
     """
     rounds = [own for own in samples if not own.begins]
     drafted, plain = [own for own in rounds if own.level_ms], [own for own in rounds if not own.level_ms]
@@ -137,30 +128,35 @@ def fit(samples: Sequence[Sample], reads: Sequence[tuple[int, float]]) -> Costs:
     rests = _curve((own.nodes, own.rest_ms) for own in drafted)
     slope = linear_regression(*zip(*rests, strict=True)).slope if len(rests) > 1 else 0.0
     starts = [own for own in samples if own.begins and own.level_ms]
-    costs = Costs(
+    return Costs(
         verify=_curve((own.nodes, own.verify_ms) for own in rounds),
         expand=_curve(pair for own in drafted for pair in zip(own.rows, own.level_ms[1:], strict=True)),
-        first=median(own.level_ms[0] for own in drafted),
-        rest=median(own.rest_ms - slope * own.nodes for own in drafted),
-        plain_rest=median(own.rest_ms for own in plain),
+        first=_typical(own.level_ms[0] for own in drafted),
+        rest=_typical(own.rest_ms - slope * own.nodes for own in drafted),
+        plain_rest=_typical(own.rest_ms for own in plain),
         rest_per_node=slope,
-        read=median(ms / num for num, ms in reads) if reads else 0.0,
-        absorb=median(own.level_ms[0] / own.observed for own in starts) if starts else 0.0,
+        read=_typical(ms / num for num, ms in reads) if reads else 0.0,
+        absorb=_typical(own.level_ms[0] / own.observed for own in starts) if starts else 0.0,
     )
-    expected = [costs.round_ms(own.nodes, own.rows) if own.level_ms else costs.plain_ms() for own in rounds]
-    return costs.scaled(mean(min(own.whole_ms / ms, _STALL) for own, ms in zip(rounds, expected, strict=True)))
+
+
+def _typical(times: Iterable[float]) -> float:
+    """The mean, stalls cut short."""
+    found = list(times)
+    most = _STALL * median(found)
+    return mean(min(own, most) for own in found)
 
 
 def _curve(pairs: Iterable[tuple[int, float]]) -> Curve:
-    """The median at each size that was met often enough. A curve never falls: where a larger size measured faster, that
-    was noise, and they share their mean (isotonic regression by pooling neighbours)."""
+    """What is typical at each size that was met often enough. A curve never falls: where a larger size measured faster,
+    that was noise, and they share their mean (isotonic regression by pooling neighbours)."""
     found: dict[int, list[float]] = {}
     for size, ms in pairs:
         found.setdefault(size, []).append(ms)
     most = max(map(len, found.values()), default=0)
     pools: list[tuple[float, list[int]]] = []  # a mean, and the sizes that share it
     for size in sorted(size for size, own in found.items() if len(own) >= min(_FEWEST, most)):
-        ms, sizes = median(found[size]), [size]
+        ms, sizes = _typical(found[size]), [size]
         while pools and pools[-1][0] > ms:
             mean, before = pools.pop()
             ms = (mean * len(before) + ms * len(sizes)) / (len(before) + len(sizes))
