@@ -26,6 +26,7 @@ from eyas.results import table
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget
+from eyas.trees import auto_tree
 
 EXIT_FAILED = 1  # of a command that ran: an unexplained divergence
 
@@ -127,11 +128,17 @@ def load_model(arguments: argparse.Namespace, head: str | None) -> Model:
     model = load(arguments.target, head, **how)
     say(f"back end: {back_end(model)}")
     say_if_slow(head, model)
-    if model.drafter is not None and arguments.tree == "auto":
-        say(f"tree: {model.policy} (not tuned for this machine)")
+    if head is not None and model.drafter is not None and arguments.tree == "auto":
+        say_auto(head, model)
     if model.target.spec.repetition_penalty != 1 and arguments.repetition_penalty is None:
         say(f"the model's own repetition_penalty {model.target.spec.repetition_penalty} applies to all methods")
     return model
+
+
+def say_auto(head: str, model: Model) -> None:
+    """Which tree `auto` has come to, and why."""
+    tree, where = auto_tree(model.target.spec, head)
+    say(f"tree for {head}: {tree} ({where})")
 
 
 def say_if_slow(head: str | None, model: Model) -> None:
