@@ -17,7 +17,8 @@ from torch import Tensor
 
 from eyas.drafters.base import Drafter
 from eyas.errors import InputError
-from eyas.policies import Policy, grow
+from eyas.policies import Growth, grow
+from eyas.policy import Policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target, Verified
 from eyas.tree import Tree
@@ -208,6 +209,7 @@ class _Sequence(Generic[CacheT, StateT]):
         self._pilot = engine.policy.pilot()
         self._draft_ms = 0.0
         self._level_ms: tuple[float, ...] = ()
+        self._rows: Sequence[int] = ()  # that were expanded, by level
 
     def read_prompt(self, memory: Memory[CacheT, StateT] | None) -> Round:
         """The prompt's own forward, which yields the first token."""
@@ -224,19 +226,20 @@ class _Sequence(Generic[CacheT, StateT]):
     def grow(self) -> Tree:
         """Observe what was verified since the last draft, and draft on from there."""
         drafter, clock = self._engine.drafter, _Clock()
-        self._draft_ms, self._level_ms = 0.0, ()
+        self._draft_ms, self._level_ms, self._rows = 0.0, (), []
         policy = None if drafter is None else self._pilot.choose()
         if drafter is None or self._state is None or policy is None:
             return Tree.chain(self._tokens[-1:])
-        marks = [time.perf_counter()]
+        growth = Growth([time.perf_counter()])
         candidates = drafter.observe(self._state, self._followers, torch.cat(self._hidden), policy.width)
         self._num_pairs += len(self._followers)
         self._hidden, self._followers = [], []
         budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
         root, position = self._tokens[-1], len(self._tokens)
-        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, marks)
+        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, growth)
         self._draft_ms = clock.lap()
-        self._level_ms = tuple((end - begin) * 1e3 for begin, end in pairwise(marks))
+        self._rows = growth.rows
+        self._level_ms = tuple((end - begin) * 1e3 for begin, end in pairwise(growth.marks))
         return tree
 
     def take(self, tree: Tree, verified: Verified, verify_ms: float) -> Round:
@@ -244,7 +247,7 @@ class _Sequence(Generic[CacheT, StateT]):
         clock = _Clock()
         step = walk(tree, verified.logits_NV, self._sampling, self._prefix, self._stop)
         self._engine.target.keep(self.cache, step.path)
-        self._pilot.see(tree, step.path)
+        self._pilot.see(tree, step.path, self._rows)
         if self._engine.drafter is not None:
             self._hidden.append(verified.hidden_NLD[step.path])
             self._followers += step.tokens
