@@ -186,9 +186,9 @@ class AtRandom(Policy):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_output_is_plain_and_rounds_repeat(target: EagerTarget, temperature: float) -> None:
-    drafters: dict[str, Drafter] = {kind: untrained(kind, target) for kind in ("eagle", "eagle3")}
+    drafters: dict[str, Drafter] = {"eagle3": untrained("eagle3", target)}
     drafters |= {"lookup": Lookup(), "right": SmallModel(target)}
-    sampling, stop, plains = Sampling(temperature, seed=5), Stop(36), 0
+    sampling, stop, plains = Sampling(temperature, seed=5), Stop(28), 0
     plain = timed(generate_plain(target, PROMPT, sampling, stop))
     for kind, drafter in drafters.items():
         for policy in [AtRandom(random.Random(1)), *policies(PRICES["fair"]), *policies(PRICES["dear"])[1:2]]:
@@ -197,7 +197,7 @@ def test_output_is_plain_and_rounds_repeat(target: EagerTarget, temperature: flo
             plains += sum(round_.draft_ms == 0 for round_ in run.rounds[1:])
             if kind == "eagle3" and isinstance(policy, Guarded):
                 assert shape(timed(generate(target, drafter, policy, PROMPT, sampling, stop))) == shape(run)
-    assert plains > 100
+    assert plains > 60
 
 
 def test_a_replay_follows_the_pilot(target: EagerTarget) -> None:

@@ -198,7 +198,7 @@ class _Alternating(Policy):
         self._next = self._next or self._random.sample(self._turns, len(self._turns))
         return self._next.pop()
 
-    def see(self, tree: Tree, path: Sequence[int]) -> None:
+    def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:
         pass
 
 

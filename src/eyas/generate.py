@@ -63,9 +63,10 @@ class Memory(Generic[CacheT, StateT]):
     does, is read from where it parts from them."""
 
     def __init__(self) -> None:
-        self.kept: tuple[list[int], CacheT, StateT | None, int] | None = None  # text, K/V, draft state and its pairs
+        # text, K/V, draft state and its pairs, the true states of tokens that the drafter has not observed
+        self.kept: tuple[list[int], CacheT, StateT | None, int, Tensor] | None = None
 
-    def take(self) -> tuple[list[int], CacheT, StateT | None, int] | None:
+    def take(self) -> tuple[list[int], CacheT, StateT | None, int, Tensor] | None:
         """What is kept. It is nobody else's from now on: an answer that is broken off leaves nothing."""
         kept, self.kept = self.kept, None
         return kept
@@ -206,6 +207,7 @@ class _Sequence(Generic[CacheT, StateT]):
         self._num_prompt = len(request.prompt)
         self._tokens = list(request.prompt)
         self._num_pairs = 0  # that the drafter has observed
+        self._hidden: list[Tensor] = []
         self._pilot = engine.policy.pilot()
         self._draft_ms = 0.0
         self._level_ms: tuple[float, ...] = ()
@@ -219,8 +221,8 @@ class _Sequence(Generic[CacheT, StateT]):
         verify_ms = clock.lap()
         step = walk(Tree.chain(self._tokens[-1:]), verified.logits_NV, self._sampling, self._prefix, self._stop)
         # what the drafter has not observed: followers[i] comes after the token whose states are row i of `hidden`
-        self._hidden = [verified.hidden_NLD]
-        self._followers = [*self._tokens[start + 1 :], *step.tokens]
+        self._hidden.append(verified.hidden_NLD)
+        self._followers = [*self._tokens[self._num_pairs + 1 :], *step.tokens]
         return self._deliver(None, [], step, verified.logits_NV, (0.0, verify_ms, clock.lap()))
 
     def grow(self) -> Tree:
@@ -259,7 +261,8 @@ class _Sequence(Generic[CacheT, StateT]):
     def leave(self, memory: Memory[CacheT, StateT] | None) -> None:
         """Keep what a next turn can go on from."""
         if memory is not None:
-            memory.kept = (self._tokens, self.cache, self._state, self._num_pairs)
+            hidden_TLD = torch.cat(self._hidden)
+            memory.kept = (self._tokens, self.cache, self._state, self._num_pairs, hidden_TLD)
 
     @property
     def _prefix(self) -> Prefix:
@@ -274,12 +277,13 @@ class _Sequence(Generic[CacheT, StateT]):
             self.cache = target.new_cache()
             self._state = None if drafter is None else drafter.new_state(self._tokens[0])
             return 0
-        _, self.cache, self._state, num_pairs = kept
+        _, self.cache, self._state, num_pairs, hidden_TLD = kept
         # the states of the last common token are read again: the pair that they open has another second half now
         start = common - 1
         if drafter is not None and self._state is not None:
-            start = self._num_pairs = min(start, num_pairs)
-            drafter.rewind(self._state, start)
+            self._num_pairs = min(start, num_pairs)
+            drafter.rewind(self._state, self._num_pairs)
+            self._hidden.append(hidden_TLD[: start - self._num_pairs])
         target.rewind(self.cache, start)
         return start
 
