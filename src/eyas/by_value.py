@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from eyas.errors import InputError
 from eyas.policy import Level, Pilot, Policy, Prices
@@ -58,6 +58,8 @@ class Dynamic(Policy):
     def survivors(self, scores: Sequence[float]) -> Sequence[int]:
         return best_nodes(scores, self.nodes)
 
+    by_value = True
+
 
 @dataclass(frozen=True)
 class Adaptive(Policy):
@@ -67,7 +69,7 @@ class Adaptive(Policy):
     """
 
     most: Dynamic = Dynamic(8, 10, 59)
-    prices: Prices | None = field(default=None, repr=False)  # None: not known yet
+    prices: Prices | None = None  # None: not known yet
 
     def __str__(self) -> str:
         return str(self.most).replace("dynamic", "adaptive")
@@ -90,6 +92,8 @@ class Adaptive(Policy):
         if self.prices is None:
             raise InputError(f"the tree {self} weighs what rounds cost on this machine, and that has not been measured")
         return _Weighing(self.most, self.prices)
+
+    by_value = True
 
 
 @dataclass

@@ -37,10 +37,9 @@ class Guarded(Policy):
     prices: Prices
 
     def __post_init__(self) -> None:
-        if not self.inner.keyed:
-            raise InputError(f"the tree {self.inner} is drawn at random, and the guard is for trees that are chosen: "
-                             f"give --no-guard")  # fmt: skip
+        check_guarded(self.inner)
         object.__setattr__(self, "by_rank", self.inner.by_rank)
+        object.__setattr__(self, "by_value", self.inner.by_value)
 
     def __str__(self) -> str:
         return str(self.inner)
@@ -64,6 +63,16 @@ class Guarded(Policy):
 
     def pilot(self) -> Pilot:
         return _Account(self.inner.pilot(), self.prices)
+
+
+def check_guarded(policy: Policy) -> None:
+    """Refuse what has no guard.
+
+    Raises:
+        InputError: the policy draws its trees at random.
+    """
+    if not policy.keyed:
+        raise InputError(f"the tree {policy} is drawn at random, and the guard is for trees that are chosen")
 
 
 class _Account:

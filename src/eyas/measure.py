@@ -77,6 +77,11 @@ def target_forwards(answers: Sequence[Answer]) -> int:
     return sum(len(answer.rounds) - 1 for answer in answers)
 
 
+def plain_forwards(answers: Sequence[Answer]) -> int:
+    """Those of the target's forwards that nothing was drafted for."""
+    return sum(round_.tree is not None and round_.draft_ms == 0 for answer in answers for round_ in answer.rounds)
+
+
 def tau(answers: Sequence[Answer]) -> float | None:
     """Mean tokens per target forward; None where there was no forward after the prompts'."""
     forwards = target_forwards(answers)

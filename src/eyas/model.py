@@ -35,6 +35,8 @@ from eyas.grammar import Grammar, Kind
 from eyas.masks import render
 from eyas.measure import Answer, tau
 from eyas.policies import Policy, parse_policy
+from eyas.prices import priced
+from eyas.prompts import read_workload
 from eyas.sampling import Processor, Sampling
 from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
@@ -468,6 +470,7 @@ def load(
     backend: str = "auto",
     dtype: str | torch.dtype | None = None,
     tree: str | Policy = "auto",
+    guard: bool | None = None,
     device: str | torch.device | None = None,
 ) -> Model:
     """A model that decodes with a head.
@@ -480,8 +483,11 @@ def load(
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
             "float16" (eager, on a GPU).
-        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]", "dynamic:levels=6,top_k=8,nodes=24" or
-            "sampled:levels=3,width=2" (at temperatures above 0: the law of plain decoding, not its tokens).
+        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]", "dynamic:levels=6,top_k=8,nodes=24",
+            "adaptive:levels=8,top_k=10,nodes=59" (bounds: no more than pays) or "sampled:levels=3,width=2" (at
+            temperatures above 0: the law of plain decoding, not its tokens).
+        guard: fall back to plain decoding while drafting does not pay? None: with `tree="auto"`, where `eyas tune` has
+            measured what rounds cost here. True measures it now if need be, which takes some seconds.
         device: "cpu" (default), or a GPU like "cuda": the eager back end then.
 
     Raises:
@@ -492,13 +498,35 @@ def load(
             raise InputError(f"a {what} is a name or a folder, as a text, got {name!r}")
     place = choose_device(device)
     chosen = choose_backend(backend, dtype, place)
+    if guard is not None and type(guard) is not bool:
+        raise InputError(f"guard must be True, False or None, got {guard!r}")
     if not isinstance(tree, (str, Policy)):
         raise InputError(f"a tree is its name or a Policy, got {tree!r}")
     if isinstance(tree, str) and tree != "auto":
         tree = parse_policy(tree)  # refused now, not after loading
     loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
-    policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec)
-    return Model(loaded, tokenizer, attach_head(head, loaded, tokenizer), policy)
+    plain = Model(loaded, tokenizer, None, choose_policy("auto", loaded.spec))
+    return with_head(plain, head, attach_head(head, loaded, tokenizer), tree, guard)
+
+
+def with_head(
+    plain: Model, head: str | None, drafter: Drafter[Any] | None, tree: str | Policy, guard: bool | None
+) -> Model:
+    """A model's target with the drafter of a head, and the tree and the guard that `load` takes.
+
+    Raises:
+        InputError: see `load`.
+    """
+    policy = tree if isinstance(tree, Policy) else choose_policy(tree, plain.target.spec)
+    if head is not None and drafter is not None:
+        policy = priced(policy, guard, tree == "auto", plain.target, head, drafter, lambda: _to_measure_on(plain))
+    return replace(plain, drafter=drafter, policy=policy)
+
+
+def _to_measure_on(plain: Model) -> list[Request]:
+    """Requests like what users ask."""
+    prompts = [item.text for item in read_workload("mt_bench", 8)]
+    return [Request(plain.encode(prompt), plain.sampling(), plain.stopping(96)) for prompt in prompts]
 
 
 def _load_target(

@@ -64,6 +64,7 @@ class Policy(ABC):
         return _Always(self)
 
     by_rank = False  # do `records` and `expands` want rank paths? They cost time
+    by_value = False  # are nodes chosen by path value (EAGLE-2)?
     keyed = True  # does drafted output equal plain output token for token, or only in its law?
 
 
