@@ -117,13 +117,14 @@ def played(policy: Policy, right: Sequence[bool], rounds: int) -> str:
 def test_the_account_by_hand() -> None:
     prices = Table(fixed=11.0, node=1.0125)  # TREE takes 13.025, a trial 12.0125
     policy = Guarded(Dynamic(3, 3, 2), prices)
-    # 15 - 3.025 x 5 = -.125; + .2 = .075: a trial, after one plain round: 10 - 12.0125 - .02, so -1.9575;
-    # + 20 x .1 = .0425: a trial, - 2.0125 - .4, so -2.37; + 48 x .05 = .03: a trial
-    assert played(policy, [], 5 + 1 + 1 + 20 + 1 + 48 + 2) == "T" * 5 + "." + "t" + "." * 20 + "t" + "." * 48 + "t."
-    # a trial that is right: .075 + 20 - 12.0325 = 8.0425, so drafting is back for three rounds of 3.025: -1.0325;
-    # the allowance is whole again: six plain rounds
-    back = played(policy, [False] * 5 + [True], 5 + 1 + 1 + 3 + 6 + 1)
-    assert back == "T" * 5 + "." + "t" + "TTT" + "." * 6 + "t"
+    # 15 - 3.025 x 5 = -.125; + .5 = .375: a trial, after one plain round: 10 - 12.0125 - .02, so -1.6575;
+    # + 7 x .25 = .0925: a trial, - 2.0125 - .14, so -2.06; + 17 x .125 = .065: a trial, and 37 x .0625 make up for it
+    away = [1, 7, 17, 37]
+    assert played(policy, [], 5 + sum(away) + 4) == "T" * 5 + "".join("." * num + "t" for num in away)
+    # the second trial right: .0925 + 20 - 12.1525 = 7.94, so drafting is back for three rounds of 3.025: -1.135;
+    # the allowance is whole again: three plain rounds
+    back = played(policy, [False] * 6 + [True], 5 + 1 + 1 + 7 + 1 + 3 + 3 + 1)
+    assert back == "T" * 5 + "." + "t" + "." * 7 + "t" + "TTT" + "..." + "t"
     # five right rounds save 6.975 each, but no more than 80 stay saved: 27 wrong ones, not 5
     assert played(policy, [True] * 30, 30 + 28) == "T" * 30 + "T" * 27 + "."
 
