@@ -8,7 +8,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "eyas"
 FLOORS = [
     ["errors", "charts", "files", "team"],
-    ["tree", "sampling", "native", "packed", "data"],
+    ["tree", "sampling", "native", "packed", "data", "promise"],
     ["targets.families", "targets.eager_cache", "grammar", "machine"],
     ["targets.base", "kept"],
     ["targets.eager"],

@@ -117,6 +117,12 @@ def draws(answers: Sequence[Answer]) -> Iterator[Draw]:
                 yield Draw(round_.tree, node, token, children, None if hit is None else children.index(hit))
 
 
+def first_draws(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Draws below roots that had candidates: those that hit one, and all."""
+    own = [draw.rank is not None for draw in draws(answers) if draw.node == 0]
+    return sum(own), len(own)
+
+
 def alpha_by_depth(answers: Sequence[Answer]) -> list[float]:
     """Per depth: of the draws at a node that had candidates below it, the share that hit one (first entry: depth 1)."""
     outcomes: list[list[bool]] = []

@@ -6,6 +6,7 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -26,6 +27,7 @@ from eyas.checkpoint import (
     load_native_head,
     load_small,
     load_target,
+    promised,
 )
 from eyas.drafters.base import Drafter
 from eyas.drafters.lookup import Lookup
@@ -33,9 +35,10 @@ from eyas.errors import InputError, Unsupported
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
 from eyas.grammar import Grammar, Kind
 from eyas.masks import render
-from eyas.measure import Answer, tau
+from eyas.measure import Answer, first_draws, tau
 from eyas.policies import Policy, parse_policy
 from eyas.prices import priced
+from eyas.promise import Figures, shortfall
 from eyas.prompts import read_workload
 from eyas.sampling import Processor, Sampling
 from eyas.targets.base import Target, TargetSpec
@@ -162,6 +165,8 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter[Any] | None
     policy: Policy
+    figures: Sequence[Figures] = ()  # what the head's makers measured of it
+    _watch: _Watch = field(default_factory=lambda: _Watch(), init=False, repr=False, compare=False)
     _memory: Memory[Any, Any] = field(default_factory=Memory, init=False, repr=False, compare=False)
 
     def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
@@ -358,9 +363,13 @@ class Model:
         if streamer is not None:
             streamer.end()
         share = (time.perf_counter() - begun) / sum(one.milliseconds for one in collected)
+        answers = [Answer(one.rounds, one.milliseconds * share) for one in collected]
+        sampling = requests[0].sampling  # figures are of free, greedy answers
+        if self.figures and sampling.temperature == 0 and sampling.constraint is None:
+            self._watch.see(answers, str(self.policy), self.figures)
         return [
-            self.output(Answer(one.rounds, one.milliseconds * share), len(request.prompt), request.stop, one.logprobs)
-            for one, request in zip(collected, requests, strict=True)
+            self.output(answer, len(request.prompt), request.stop, one.logprobs)
+            for answer, request, one in zip(answers, requests, collected, strict=True)
         ]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[str]:
@@ -419,6 +428,23 @@ class Model:
         if len(ids) != len(parts) or not all(0 <= token < size for token in ids):
             raise InputError(f"token ids must be whole numbers between 0 and {size - 1}")
         return ids
+
+
+class _Watch:
+    """How often the first guess held in all answers of a model so far."""
+
+    def __init__(self) -> None:
+        self._hits = self._draws = 0
+        self._warned = False
+
+    def see(self, answers: Sequence[Answer], tree: str, figures: Sequence[Figures]) -> None:
+        """Warn, once, where that is far below the head's figures."""
+        hits, draws = first_draws(answers)
+        self._hits, self._draws = self._hits + hits, self._draws + draws
+        found = None if self._warned else shortfall(self._hits, self._draws, tree, figures)
+        if found is not None:
+            self._warned = True
+            warnings.warn(found, stacklevel=4)
 
 
 class _Collected:
@@ -520,7 +546,8 @@ def with_head(
     policy = tree if isinstance(tree, Policy) else choose_policy(tree, plain.target.spec)
     if head is not None and drafter is not None:
         policy = priced(policy, guard, tree == "auto", plain.target, head, drafter, lambda: _to_measure_on(plain))
-    return replace(plain, drafter=drafter, policy=policy)
+    figures = promised(head) if head is not None and drafter is not None else ()
+    return replace(plain, drafter=drafter, policy=policy, figures=figures)
 
 
 def _to_measure_on(plain: Model) -> list[Request]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eyas import bench, checkpoint, native
+from eyas.checkpoint import promised
 from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError, one_line
 from eyas.grammar import compiled
@@ -23,6 +24,7 @@ from eyas.guard import check_guarded
 from eyas.machine import commit, machine, versions
 from eyas.model import BACKENDS, Model, choose_backend, load
 from eyas.policies import parse_policy
+from eyas.promise import Figures, shortfall
 from eyas.results import table
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
@@ -162,6 +164,18 @@ def say_if_plain(what: str, forwards: int, plain: int) -> None:
              f"all the same")  # fmt: skip
 
 
+def say_if_short(what: str, hits: int, draws: int, tree: str, figures: Sequence[Figures]) -> None:
+    """Say that a head does far worse than its figures."""
+    found = shortfall(hits, draws, tree, figures)
+    if found is not None:
+        say(f"{what}: {found}")
+
+
+def free(arguments: argparse.Namespace, temperature: float) -> bool:
+    """Do the target's own best tokens decide, as where heads' figures were measured?"""
+    return temperature == 0 and arguments.json_schema is None
+
+
 def say_if_slow(head: str | None, model: Model) -> None:
     if isinstance(model.drafter, Eagle3) and isinstance(model.target, NativeTarget):
         say(f"the head {head} drafts in PyTorch, which is slower: the native core knows EAGLE-3 heads of one layer "
@@ -223,6 +237,10 @@ def report(arguments: argparse.Namespace, rows: list[bench.Row], extra: dict[str
     for row in rows:
         for divergence in row.divergences:
             say(f"{row.workload} {row.method} {row.tree} differs from plain: {divergence}")
+        if row.head is not None and row.alpha_by_depth and free(arguments, row.temperature):
+            draws = row.target_forwards - row.plain_forwards
+            hits = round(draws * row.alpha_by_depth[0])
+            say_if_short(f"{row.workload} {row.method}", hits, draws, row.tree or "", promised(row.head))
         say_if_plain(f"{row.workload} {row.method}", row.target_forwards, row.plain_forwards if row.guard else 0)
     return EXIT_FAILED if bench.unexplained(rows) else 0
 
