@@ -251,12 +251,13 @@ class _Sequence(Generic[CacheT, StateT]):
         self._engine.target.keep(self.cache, step.path)
         self._pilot.see(tree, step.path, self._rows)
         if self._engine.drafter is not None:
-            self._hidden.append(verified.hidden_NLD[step.path])
+            whole = len(step.path) == len(tree)  # as in plain rounds, which must not pay for a copy
+            self._hidden.append(verified.hidden_NLD if whole else verified.hidden_NLD[step.path])
             self._followers += step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
         tree = tree if self._engine.with_logits else tree.without_laws()
-        round_ = self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
-        return replace(round_, level_ms=self._level_ms)
+        ms = (self._draft_ms, verify_ms, clock.lap())
+        return self._deliver(tree, step.path, step, logits_TV, ms, self._level_ms)
 
     def leave(self, memory: Memory[CacheT, StateT] | None) -> None:
         """Keep what a next turn can go on from."""
@@ -288,10 +289,17 @@ class _Sequence(Generic[CacheT, StateT]):
         return start
 
     def _deliver(
-        self, tree: Tree | None, path: list[int], step: Walk, logits_TV: Tensor | None, ms: tuple[float, float, float]
+        self,
+        tree: Tree | None,
+        path: list[int],
+        step: Walk,
+        logits_TV: Tensor | None,
+        ms: tuple[float, float, float],
+        level_ms: tuple[float, ...] = (),
     ) -> Round:
         self._tokens += step.tokens
-        return Round(tree, path, step.tokens, step.finish_reason, logits_TV if self._engine.with_logits else None, *ms)
+        logits_TV = logits_TV if self._engine.with_logits else None
+        return Round(tree, path, step.tokens, step.finish_reason, logits_TV, *ms, level_ms)
 
 
 def generate_plain(
