@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import copytree
@@ -46,18 +47,20 @@ def main() -> int:
     arguments = parser.parse_args()
 
     plain = eyas.load(arguments.target, backend="native", dtype=arguments.dtype)
+    raw = replace(plain, tokenizer=deepcopy(plain.tokenizer))
+    raw.tokenizer.chat_template = None  # asked in the template, the target politely answers random tokens too
     items = read_workload("mt_bench", 10 * arguments.limit)[::10]  # one of each category
     sampling = plain.sampling(temperature=arguments.temperature)
     how = bench.How(arguments.max_new_tokens, repeats=arguments.repeats)
     found: list[bench.Row] = []
     with tempfile.TemporaryDirectory() as folder:
         shuffled = shuffle(head_folder(arguments.head), Path(folder) / "shuffled")
-        for name, head, prompts in (
-            ("random tokens", arguments.head, random_prompts(plain, arguments.limit)),
-            ("shuffled head", str(shuffled), items),
-            ("mt_bench", arguments.head, items),
+        for name, model, head, prompts in (
+            ("random tokens", raw, arguments.head, random_prompts(plain, arguments.limit)),
+            ("shuffled head", plain, str(shuffled), items),
+            ("mt_bench", plain, arguments.head, items),
         ):
-            rows, _ = bench.compare(methods(plain, head, arguments.tree), prompts, name, sampling, how)
+            rows, _ = bench.compare(methods(model, head, arguments.tree), prompts, name, sampling, how)
             print(f"\n{name}\n{table(rows)}", flush=True)
             found += rows
     return verdict(found, arguments)
