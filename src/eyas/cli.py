@@ -16,11 +16,11 @@ from typing import NoReturn
 import transformers
 
 from eyas import native
-from eyas.commands import bench, demo, expect, export, generate, import_, inspect, prepare, report, train
+from eyas.commands import bench, demo, expect, export, generate, import_, inspect, prepare, report, train, tune
 from eyas.commands.common import EXIT_FAILED
 from eyas.errors import InputError, one_line
 
-COMMANDS = (demo, generate, bench, report, expect, inspect, import_, export, prepare, train)
+COMMANDS = (demo, generate, bench, tune, report, expect, inspect, import_, export, prepare, train)
 EXIT_INPUT, EXIT_INTERRUPTED = 2, 130
 
 

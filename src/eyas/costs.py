@@ -52,7 +52,7 @@ SHAPES: tuple[Policy | None, ...] = (
     Dynamic(3, 10, 48),
     Dynamic(3, 10, 64),
 )
-_ROUNDS = 20 * len(SHAPES)
+ROUNDS = 20 * len(SHAPES)  # of a measurement
 _FEWEST = 5  # samples that make a point of a curve, where another one has as many
 _STALL = 3.0  # times what a round should take: more than that is the machine's own business
 
@@ -276,7 +276,7 @@ def measure_costs(
     target: Target[CacheT],
     drafter: Drafter[StateT],
     requests: Sequence[Request],
-    rounds: int = _ROUNDS,
+    rounds: int = ROUNDS,
     shapes: Sequence[Policy | None] = SHAPES,
 ) -> Costs:
     """The costs of a target and a drafter on this machine: `rounds` rounds of answers to `requests`, over and over.

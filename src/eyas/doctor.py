@@ -145,7 +145,7 @@ def _verdict(runtime: str, found: Reading) -> dict[str, object]:
 
 def _texts(target: EagerTarget, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], int]]:
     """Prompts that ship with the target's greedy answers: token ids, and where the answer begins."""
-    model = Model(target, tokenizer, None, choose_policy("auto", target.spec))
+    model = Model(target, tokenizer, None, choose_policy("auto", target.spec, None))
     texts = []
     for item in tqdm(read_workload(Path(str(files("eyas") / "demo.jsonl")), _TEXTS), desc="prompts", unit="prompt"):
         ids = model.encode(item.text)

@@ -44,17 +44,11 @@ from eyas.sampling import Processor, Sampling
 from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget
+from eyas.trees import auto_tree
 from eyas.verify import FinishReason, Stop
 
 BACKENDS = ("auto", "eager", "native")
 _MOST_SAMPLES = 1_000_000  # of a prompt
-# Until trees are tuned: the best that were measured on two cores (docs/log.md).
-AUTO_TREES = {
-    ("native", torch.bfloat16): "dynamic:levels=4,top_k=3,nodes=5",
-    ("native", torch.int8): "dynamic:levels=4,top_k=3,nodes=5",
-    ("eager", torch.bfloat16): "dynamic:levels=3,top_k=3,nodes=6",
-}
-AUTO_TREE = "dynamic:levels=3,top_k=3,nodes=4"  # other dtypes
 
 
 class Message(TypedDict):
@@ -509,9 +503,9 @@ def load(
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
             "float16" (eager, on a GPU).
-        tree: a `Policy`, or "auto", "chain:K", "static[:FILE]", "dynamic:levels=6,top_k=8,nodes=24",
-            "adaptive:levels=8,top_k=10,nodes=59" (bounds: no more than pays) or "sampled:levels=3,width=2" (at
-            temperatures above 0: the law of plain decoding, not its tokens).
+        tree: a `Policy`, or "auto" (the tuned one where there is one, else a stated one), "chain:K", "static[:FILE]",
+            "dynamic:levels=6,top_k=8,nodes=24", "adaptive:levels=8,top_k=10,nodes=59" (bounds: no more than pays) or
+            "sampled:levels=3,width=2" (at temperatures above 0: the law of plain decoding, not its tokens).
         guard: fall back to plain decoding while drafting does not pay? None: with `tree="auto"`, where `eyas tune` has
             measured what rounds cost here. True measures it now if need be, which takes some seconds.
         device: "cpu" (default), or a GPU like "cuda": the eager back end then.
@@ -531,7 +525,7 @@ def load(
     if isinstance(tree, str) and tree != "auto":
         tree = parse_policy(tree)  # refused now, not after loading
     loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
-    plain = Model(loaded, tokenizer, None, choose_policy("auto", loaded.spec))
+    plain = Model(loaded, tokenizer, None, choose_policy("auto", loaded.spec, None))
     return with_head(plain, head, attach_head(head, loaded, tokenizer), tree, guard)
 
 
@@ -543,7 +537,7 @@ def with_head(
     Raises:
         InputError: see `load`.
     """
-    policy = tree if isinstance(tree, Policy) else choose_policy(tree, plain.target.spec)
+    policy = tree if isinstance(tree, Policy) else choose_policy(tree, plain.target.spec, head)
     if head is not None and drafter is not None:
         policy = priced(policy, guard, tree == "auto", plain.target, head, drafter, lambda: _to_measure_on(plain))
     figures = promised(head) if head is not None and drafter is not None else ()
@@ -551,9 +545,10 @@ def with_head(
 
 
 def _to_measure_on(plain: Model) -> list[Request]:
-    """Requests like what users ask."""
-    prompts = [item.text for item in read_workload("mt_bench", 8)]
-    return [Request(plain.encode(prompt), plain.sampling(), plain.stopping(96)) for prompt in prompts]
+    """Requests like what users ask, cut where they leave no room for an answer."""
+    most = plain.target.spec.max_length // 2
+    prompts = [plain.encode(item.text)[:most] for item in read_workload("mt_bench", 8)]
+    return [Request(ids, plain.sampling(), plain.stopping(96)) for ids in prompts]
 
 
 def _load_target(
@@ -587,13 +582,13 @@ def attach_head(name: str | None, target: Target[Any], tokenizer: PreTrainedToke
     return load_head(name, target)
 
 
-def choose_policy(tree: str, spec: TargetSpec) -> Policy:
-    """A tree by its name; `auto` is the stated one of the back end and dtype.
+def choose_policy(tree: str, spec: TargetSpec, head: str | None) -> Policy:
+    """A tree by its name, or what `auto_tree` finds.
 
     Raises:
         InputError: see `parse_policy`.
     """
-    return parse_policy(AUTO_TREES.get((spec.backend, spec.dtype), AUTO_TREE) if tree == "auto" else tree)
+    return auto_tree(spec, head)[0] if tree == "auto" else parse_policy(tree)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:

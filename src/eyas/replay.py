@@ -98,7 +98,7 @@ class _Recording(Generic[StateT]):
 
 
 @dataclass(frozen=True)
-class _Recalled:
+class Recalled:
     """What was guessed in one round, as a drafter of its own."""
 
     guesses: Guesses
@@ -172,7 +172,7 @@ def trace(
         seen = end
         guesses = Guesses(union.width)
         guesses.record([()], first)
-        grow(union, _Recording(drafter, guesses), state, text[end - 1], first, _levels_left(found, place))
+        grow(union, _Recording(drafter, guesses), state, text[end - 1], first, levels_left(found, place))
         found.guesses.append(guesses)
     return found
 
@@ -191,7 +191,7 @@ def replay(trace: Trace, policy: Policy) -> Answer:
     place, pilot = 0, policy.pilot()  # of the root
     while place < len(tokens) - 1:
         tree, rows = _grown(trace, place, pilot.choose())
-        path = _follow(tree, tokens[place + 1 :])
+        path = follow(tree, tokens[place + 1 :])
         pilot.see(tree, path, rows)
         delivered = tokens[place + 1 : place + 1 + len(path)]  # the target's own token at the end of the path too
         rounds.append(Round(tree, path, delivered, None, None, 0.0, 0.0, 0.0))
@@ -204,9 +204,9 @@ def _grown(trace: Trace, place: int, policy: Policy | None) -> tuple[Tree, Seque
     root = trace.tokens[place]
     if policy is None:
         return Tree.chain([root]), ()
-    recalled, growth = _Recalled(trace.guesses[place]), Growth([])
+    recalled, growth = Recalled(trace.guesses[place]), Growth([])
     first = recalled.guesses.candidates([()], policy.width)
-    return grow(policy, recalled, None, root, first, _levels_left(trace, place), growth=growth), growth.rows
+    return grow(policy, recalled, None, root, first, levels_left(trace, place), growth=growth), growth.rows
 
 
 def _check(policy: Policy) -> None:
@@ -214,12 +214,12 @@ def _check(policy: Policy) -> None:
         raise InputError(f"the tree {policy} is drawn anew in every run: no trace contains it")
 
 
-def _levels_left(trace: Trace, place: int) -> int:
+def levels_left(trace: Trace, place: int) -> int:
     """Levels that the budget can deliver below the root at `place`: n of them deliver up to n + 1 tokens."""
     return trace.max_new_tokens - (place + 1) - 1
 
 
-def _follow(tree: Tree, tokens: Sequence[int]) -> list[int]:
+def follow(tree: Tree, tokens: Sequence[int]) -> list[int]:
     """The nodes from the root on that carry `tokens`, as far as there are any."""
     path = [0]
     for token in tokens:

@@ -9,7 +9,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from eyas import bench, checkpoint
-from eyas.commands.common import check_tree, count, decoding_flags, load_model, report, sampling_of, say, say_if_slow
+from eyas.commands.common import (
+    check_tree,
+    count,
+    decoding_flags,
+    load_model,
+    report,
+    sampling_of,
+    say,
+    say_auto,
+    say_if_slow,
+)
 from eyas.data import digest
 from eyas.errors import InputError
 from eyas.machine import commit, machine, versions
@@ -98,6 +108,8 @@ def _load(arguments: argparse.Namespace, specs: Sequence[tuple[str, str]]) -> li
     drafters = {head: attach_head(head, plain.target, plain.tokenizer) for head in {head for head, _ in specs}}
     for head, drafter in drafters.items():
         say_if_slow(head, replace(plain, drafter=drafter))
+    for head in dict.fromkeys(head for head, tree in specs if tree == "auto"):
+        say_auto(head, plain)
     methods = [
         bench.Method(head, with_head(plain, head, drafters[head], tree, arguments.guard)) for head, tree in specs
     ]

@@ -29,6 +29,7 @@ from eyas.results import table
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget
+from eyas.trees import auto_tree
 
 EXIT_FAILED = 1  # of a command that ran: an unexplained divergence
 _ENOUGH = 16  # forwards from which on a run says something
@@ -137,8 +138,8 @@ def load_model(arguments: argparse.Namespace, head: str | None) -> Model:
     model = load(arguments.target, head, **how)
     say(f"back end: {back_end(model)}")
     say_if_slow(head, model)
-    if model.drafter is not None and arguments.tree == "auto":
-        say(f"tree: {model.policy} (not tuned for this machine)")
+    if head is not None and model.drafter is not None and arguments.tree == "auto":
+        say_auto(head, model)
     if model.target.spec.repetition_penalty != 1 and arguments.repetition_penalty is None:
         say(f"the model's own repetition_penalty {model.target.spec.repetition_penalty} applies to all methods")
     return model
@@ -174,6 +175,12 @@ def say_if_short(what: str, hits: int, draws: int, tree: str, figures: Sequence[
 def free(arguments: argparse.Namespace, temperature: float) -> bool:
     """Do the target's own best tokens decide, as where heads' figures were measured?"""
     return temperature == 0 and arguments.json_schema is None
+
+
+def say_auto(head: str, model: Model) -> None:
+    """Which tree `auto` has come to, and why."""
+    tree, where = auto_tree(model.target.spec, head)
+    say(f"tree for {head}: {tree} ({where})")
 
 
 def say_if_slow(head: str | None, model: Model) -> None:

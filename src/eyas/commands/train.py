@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
     if team.first:
         _prepare_out(out, arguments.resume)
     eager, target, tokenizer = _targets(arguments, team, device)
-    policy = choose_policy(arguments.validate_tree, target.spec)
+    policy = choose_policy(arguments.validate_tree, target.spec, None)
     made_for = {**checkpoint.target_fingerprint(eager, tokenizer), "dtype": _name(target.spec.dtype)}
     training, held_out = _sequences(arguments, target, made_for)
     config.check(len(training), team.size)  # before states are made
