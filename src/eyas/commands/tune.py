@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not policy.keyed:
             raise InputError(f"the tree {policy} is drawn at random: no forecast is about it, give another")
         if isinstance(policy, Adaptive):
-            raise InputError(f"the tree {policy} goes by the costs that are to be measured here: compare it with others "
-                             f"by eyas bench, once they are kept")  # fmt: skip
+            raise InputError(f"the tree {policy} goes by the costs that are to be measured here: compare it, once "
+                             f"they are kept, with others by eyas bench")  # fmt: skip
     if arguments.head == "none":
         raise InputError("there is no tree to tune without a head: give one as --head")
     checkpoint.check_head(arguments.head)
