@@ -146,6 +146,11 @@ def test_drawn_trees_are_not_guarded() -> None:
     assert str(parse_policy("adaptive:nodes=9")) == "adaptive:levels=8,top_k=10,nodes=9"
 
 
+def test_without_a_drafter_no_prices_are_asked_for() -> None:
+    rounds = list(generate(tiny_target(), None, parse_policy("adaptive"), PROMPT, Sampling(), Stop(3)))
+    assert len(rounds) == 3
+
+
 @pytest.fixture(scope="module")
 def target() -> EagerTarget:
     return tiny_target()

@@ -156,15 +156,15 @@ class _Weighing:
     rounds half as fast again as plain ones; each of these counts for about four rounds."""
 
     def __init__(self, most: Dynamic, prices: Prices) -> None:
-        self._most, self._prices = most, prices
+        self._most, self._prices, self._plain_rate = most, prices, 1 / prices.plain_ms()
         self._trust, self._hope = Share(4.0, 4.0), Share(2.0, 4.0)
-        self._rate = Share(6.0, 4.0 * prices.plain_ms())
+        self._rate = Share(6.0, 4.0 / self._plain_rate)
         none = prices.round_ms(0, ())
         self._node_ms = [prices.round_ms(nodes, ()) - none for nodes in range(most.nodes + 1)]
         self._level_ms = [prices.level_ms(rows) for rows in range(most.top_k + 1)]
 
     def choose(self) -> Policy:
-        rate = max(self._rate.value, 1 / self._prices.plain_ms())  # plain decoding can always be had
+        rate = max(self._rate.value, self._plain_rate)  # plain decoding can always be had
         return Weighed(self._most, rate, self._trust.value, self._hope.value, self._level_ms, self._node_ms)
 
     def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:

@@ -208,7 +208,7 @@ class _Sequence(Generic[CacheT, StateT]):
         self._tokens = list(request.prompt)
         self._num_pairs = 0  # that the drafter has observed
         self._hidden: list[Tensor] = []
-        self._pilot = engine.policy.pilot()
+        self._pilot = None if engine.drafter is None else engine.policy.pilot()
         self._draft_ms = 0.0
         self._level_ms: tuple[float, ...] = ()
         self._rows: Sequence[int] = ()  # that were expanded, by level
@@ -229,7 +229,7 @@ class _Sequence(Generic[CacheT, StateT]):
         """Observe what was verified since the last draft, and draft on from there."""
         drafter, clock = self._engine.drafter, _Clock()
         self._draft_ms, self._level_ms, self._rows = 0.0, (), []
-        policy = None if drafter is None else self._pilot.choose()
+        policy = None if self._pilot is None else self._pilot.choose()
         if drafter is None or self._state is None or policy is None:
             return Tree.chain(self._tokens[-1:])
         growth = Growth([time.perf_counter()])
@@ -249,8 +249,8 @@ class _Sequence(Generic[CacheT, StateT]):
         clock = _Clock()
         step = walk(tree, verified.logits_NV, self._sampling, self._prefix, self._stop)
         self._engine.target.keep(self.cache, step.path)
-        self._pilot.see(tree, step.path, self._rows)
-        if self._engine.drafter is not None:
+        if self._pilot is not None:
+            self._pilot.see(tree, step.path, self._rows)
             whole = len(step.path) == len(tree)  # as in plain rounds, which must not pay for a copy
             self._hidden.append(verified.hidden_NLD if whole else verified.hidden_NLD[step.path])
             self._followers += step.tokens
