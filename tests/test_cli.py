@@ -234,6 +234,7 @@ def test_train_resume_and_use(capsys: pytest.CaptureFixture[str], folder: Path, 
     assert "eagle3 head" in (out / "card.md").read_text()
     assert "5 steps already" in refused(capsys, *common, "--steps", "5", "--resume")
     assert "draft vocabulary" in refused(capsys, *common[:-6], "--draft-vocab", "63", "--steps", "9", "--resume")
+    assert "whole numbers" in refused(capsys, *common, "--reads", "1,x")
     elsewhere = [str(folder / "target") if a == str(out) else a for a in common]
     assert "not empty" in refused(capsys, *elsewhere), "a target is never overwritten"
     target = ("generate", "--target", str(folder / "target"), "--prompt", "x", "--max-new-tokens", "9")

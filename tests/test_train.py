@@ -160,6 +160,23 @@ def test_later_layers_start_as_the_identity() -> None:
     assert torch.equal(found[0].logprobs_KW, found[1].logprobs_KW)
 
 
+def test_a_head_of_other_states_starts_from_the_highest_one() -> None:
+    target = tiny_target(torch.float32)
+    found = []
+    for reads in ((3,), (1, 3), (0, 1, 2, 3)):
+        head = new_head("eagle3", target, reads=reads).eval()
+        assert head.reads == reads
+        states_TLD = target.verify([(target.new_cache(), Tree.chain(PROMPTS[2]))], reads)[0].hidden_NLD
+        found.append(head.observe(head.new_state(), [*PROMPTS[2][1:], 9], states_TLD, VOCAB).logprobs_KW)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-5)
+    for wrong in ((), (3, 1), (1, 1), (-1,), (target.spec.num_layers + 1,), (0, 1, 2, 3, 4, 4)):
+        with pytest.raises(InputError, match="one to five states, ascending"):
+            new_head("eagle3", target, reads=wrong)
+    with pytest.raises(InputError, match="EAGLE-3 heads only"):
+        new_head("eagle", target, reads=(1,))
+
+
 def test_a_run_with_another_recipe_or_a_broken_state_is_refused(tmp_path: Path) -> None:
     target = tiny_target(torch.float32)
     sequences = answers(target, 6)

@@ -61,6 +61,7 @@ def new_head(
     token_loss: str = "ce",
     layers: int = 1,
     window: int = 0,
+    reads: Seq[int] | None = None,
     **switches: bool,
 ) -> Head:
     """An untrained head that starts as near to the target as its kind allows.
@@ -77,6 +78,7 @@ def new_head(
         token_loss: one of `TOKEN_LOSSES`.
         layers: EAGLE-3's decoder layers, Medusa's blocks.
         window: bounds how far drafting looks back: the length of the texts that it will be trained on; 0: all.
+        reads: the states that EAGLE-3 fuses, one to five of them, ascending; None: `default_reads`.
         switches: those of `Eagle3Config`.
 
     Raises:
@@ -94,6 +96,8 @@ def new_head(
         raise InputError(f"a token loss is one of {', '.join(TOKEN_LOSSES)}, got {token_loss!r}")
     if kind != "eagle3" and any(switches.values()):
         raise InputError(f"norms can be moved in EAGLE-3 heads only, got {switches} for a head of kind {kind}")
+    if reads is not None and kind != "eagle3":
+        raise InputError(f"which states are read can be chosen for EAGLE-3 heads only, not for the kind {kind}")
     if kind == "eagle" and layers != 1:
         raise InputError(f"an EAGLE-1 head has one layer, got {layers}")
     if vocabulary_Q is not None and len(vocabulary_Q) > spec.vocab_size:
@@ -107,10 +111,11 @@ def new_head(
             block, (spec.num_layers,), spec.vocab_size, noise=noise, steps=steps, token_loss=token_loss
         )
         return _started(Eagle(config, target.embedding_VD, target.head_VD), _eagle_start(target))
+    reads = default_reads(spec.num_layers) if reads is None else _reads(reads, spec.num_layers)
     size = spec.vocab_size if vocabulary_Q is None else len(vocabulary_Q)
     config3 = Eagle3Config(
         block,
-        default_reads(spec.num_layers),
+        reads,
         spec.width,
         spec.vocab_size,
         size,
@@ -122,7 +127,15 @@ def new_head(
     if switches:
         raise InputError(f"an EAGLE-3 head knows the switches {', '.join(SWITCHES)}, got {', '.join(switches)}")
     head = Eagle3(config3, target.embedding_VD, target.head_VD, vocabulary_Q)
-    return _started(head, _eagle3_start(target, vocabulary_Q, layers))
+    return _started(head, _eagle3_start(target, vocabulary_Q, layers, len(reads)))
+
+
+def _reads(asked: Seq[int], num_layers: int) -> tuple[int, ...]:
+    reads = tuple(asked)
+    if not 1 <= len(reads) <= 5 or sorted(set(reads)) != list(reads) or not 0 <= reads[0] <= reads[-1] <= num_layers:
+        raise InputError(f"an EAGLE-3 head reads one to five states, ascending, from 0 to {num_layers}, the target's "
+                         f"layers; got {', '.join(map(str, reads))}")  # fmt: skip
+    return reads
 
 
 def _block(spec: TargetSpec, kind: str, window: int) -> BlockConfig:
@@ -173,10 +186,9 @@ def _eagle_start(target: EagerTarget) -> dict[str, Tensor]:
     return {**start, "fc.weight": fc, "fc.bias": torch.zeros(width)}
 
 
-def _eagle3_start(target: EagerTarget, vocabulary_Q: Tensor | None, layers: int) -> dict[str, Tensor]:
+def _eagle3_start(target: EagerTarget, vocabulary_Q: Tensor | None, layers: int, num_reads: int) -> dict[str, Tensor]:
     layer, input_norm_D, final_norm_D = _last_layer(target)
     identity_DD, generator = torch.eye(target.spec.width), torch.Generator().manual_seed(0)
-    num_reads = len(default_reads(target.spec.num_layers))
     rows = slice(None) if vocabulary_Q is None else vocabulary_Q
     start = {f"block.{key}": value for key, value in layer.items()}
     for name in "qkv":

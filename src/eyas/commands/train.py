@@ -58,6 +58,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="depths: EAGLE-3's training-time test (4), HASS for EAGLE-1 (1: none), Medusa's heads (4)",
     )
     parser.add_argument("--layers", type=count, default=1, help="EAGLE-3: decoder layers, 1 to 5; Medusa: blocks")
+    parser.add_argument(
+        "--reads", type=_numbers, default=None, metavar="I,I,..", help="EAGLE-3: states of the target (2,N/2,N-3)"
+    )
     parser.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: uniform feature noise")
     parser.add_argument("--loss", choices=TOKEN_LOSSES, default="ce", help="of tokens: cross-entropy, or acceptance")
     for switch in SWITCHES:
@@ -70,6 +73,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for field in fields(train.TrainConfig):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=type(field.default), default=field.default, help="(default %(default)s)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from error
 
 
 def with_recipe(argv: Sequence[str]) -> list[str]:
@@ -209,6 +219,7 @@ def _head(
         token_loss=arguments.loss,
         layers=arguments.layers,
         window=min(arguments.max_length, target.spec.max_length),
+        reads=arguments.reads,
         **{switch: getattr(arguments, switch) for switch in SWITCHES},
     )
     return head, vocabulary
