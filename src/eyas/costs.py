@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from random import Random
-from statistics import linear_regression, median
+from statistics import linear_regression, mean, median
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -128,7 +128,7 @@ def fit(samples: Sequence[Sample], reads: Sequence[tuple[int, float]]) -> Costs:
     """Costs from rounds, and from prompts: their tokens and the milliseconds of the target's forward over them.
 
     Medians say what the parts cost beside each other. The speed of a run is a matter of the mean, to which the pauses
-    of a machine belong: so all of them are then scaled until the rounds take, together, what they took.
+    of a machine belong: so all of them are then scaled by what rounds took, on average, beside what they should have.
     """
     rounds = [own for own in samples if not own.begins]
     drafted, plain = [own for own in rounds if own.level_ms], [own for own in rounds if not own.level_ms]
@@ -148,8 +148,7 @@ def fit(samples: Sequence[Sample], reads: Sequence[tuple[int, float]]) -> Costs:
         absorb=median(own.level_ms[0] / own.observed for own in starts) if starts else 0.0,
     )
     expected = [costs.round_ms(own.nodes, own.rows) if own.level_ms else costs.plain_ms() for own in rounds]
-    taken = [min(own.whole_ms, _STALL * ms) for own, ms in zip(rounds, expected, strict=True)]
-    return costs.scaled(sum(taken) / sum(expected))
+    return costs.scaled(mean(min(own.whole_ms / ms, _STALL) for own, ms in zip(rounds, expected, strict=True)))
 
 
 def _curve(pairs: Iterable[tuple[int, float]]) -> Curve:
@@ -175,18 +174,18 @@ class _Alternating(Policy):
     it), and on from there in the next answer: a pilot of its own."""
 
     def __init__(self, shapes: Sequence[Policy | None]) -> None:
-        self._shapes = [shape for shape in shapes if shape is not None]
-        self._turns = list(shapes)
+        self.shapes = list(shapes)
+        self._trees = [shape for shape in shapes if shape is not None]
         self._next: list[Policy | None] = []
         self._random = Random(0)
 
     @property
     def levels(self) -> int:
-        return max(shape.levels for shape in self._shapes)
+        return max(tree.levels for tree in self._trees)
 
     @property
     def width(self) -> int:
-        return max(shape.width for shape in self._shapes)
+        return max(tree.width for tree in self._trees)
 
     def expands(self, level: Level) -> list[int]:
         raise AssertionError("each round has a policy of its own")
@@ -195,7 +194,7 @@ class _Alternating(Policy):
         return self
 
     def choose(self) -> Policy | None:
-        self._next = self._next or self._random.sample(self._turns, len(self._turns))
+        self._next = self._next or self._random.sample(self.shapes, len(self.shapes))
         return self._next.pop()
 
     def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:
@@ -259,8 +258,18 @@ class Meter(Generic[CacheT, StateT]):
             last = time.perf_counter()
         return len(self.samples) - before
 
-    def forget(self) -> None:
-        """Drop what was measured so far: a machine that was just woken is slow."""
+    def run_all(self, requests: Sequence[Request], rounds: int, title: str | None = None) -> None:
+        """So many rounds of the answers to some requests, over and over; with a bar that has a title."""
+        asked, idle = cycle(requests), 0
+        with tqdm(total=rounds, desc=title, unit="round", disable=title is None) as bar:
+            while rounds > 0 and idle < len(requests):
+                done = self.run(next(asked), rounds)
+                rounds, idle = rounds - done, 0 if done else idle + 1
+                bar.update(done)
+
+    def warm_up(self, request: Request) -> None:
+        """A round of each shape that does not count: a machine that was just woken is slow."""
+        self.run_all([request], len(self._policy.shapes))
         self.samples, self.reads = [], []
 
     def costs(self) -> Costs:
@@ -285,14 +294,8 @@ def measure_costs(
         InputError: the requests' answers end before there is anything to measure.
     """
     meter = Meter(target, drafter, shapes)
-    meter.run(requests[0], len(shapes))
-    meter.forget()
-    asked, idle = cycle(requests), 0
-    with tqdm(total=rounds, desc="costs", unit="round") as bar:
-        while bar.n < rounds and idle < len(requests):
-            done = meter.run(next(asked), rounds - bar.n)
-            bar.update(done)
-            idle = 0 if done else idle + 1
+    meter.warm_up(requests[0])
+    meter.run_all(requests, rounds, "costs")
     return meter.costs()
 
 

@@ -34,7 +34,8 @@ EAGLE_2 = Dynamic(8, 10, 59)  # the setting of EAGLE's own code
 ALL = "all"  # the workload that is all of them together
 _FEW = 4  # of the best by forecast are checked, with other numbers of nodes each
 _CHECKED = 8  # trees at least
-_FIRST = 8  # answers that costs are measured on before anything is forecast
+_FIRST = 10 * len(SHAPES)  # rounds that costs are measured on before anything is forecast
+_BETWEEN = 2 * len(SHAPES)  # and after each prompt of each run
 
 
 def grid() -> list[Policy]:
@@ -119,10 +120,8 @@ def tune(
 
     answers = _Answers(model, requests, considered)
     meter: Meter[Any, Any] = Meter(model.target, model.drafter)
-    meter.run(requests[0], len(SHAPES))
-    meter.forget()
-    for request in tqdm((requests * _FIRST)[:_FIRST], desc="costs", unit="answer"):
-        meter.run(request, 2 * len(SHAPES))
+    meter.warm_up(requests[0])
+    meter.run_all(requests, _FIRST, "costs")
     keep(meter.costs())
     checked = to_check({policy: answers.tally(policy, meter.costs()) for policy in considered}, usual)
     runs = _Runs(model, checked, requests)
@@ -224,7 +223,7 @@ class _Runs:
                     self._tallies[-1].append([_tallied(answers[m]) for m in range(len(self._models))])
                     if judged:
                         self._judge(i, answers, allowed)
-                    meter.run(request, 2 * len(SHAPES))
+                    meter.run_all([request], _BETWEEN)
 
     @staticmethod
     def _rounds(model: Model, request: Request, with_logits: bool) -> Iterator[Round]:
