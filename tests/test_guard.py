@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
+import torch
 from test_lossless import PROMPT, Oracle, untrained
 from test_policies import Scripted
 from tiny import needs_core, tiny_target
@@ -85,12 +86,12 @@ def test_path_values_are_trusted_as_far_as_they_came_true() -> None:
     assert isinstance(first, Weighed)
     assert (first.trust, first.hope, first.rate) == (1.0, 0.5, 6 / 40)
     tree = Tree((1, 10, 11, 10), (-1, 0, 0, 1), (0.0, math.log(0.5), math.log(0.25), math.log(0.25)))
-    pilot.see(tree, [0, 1], [2])  # one of the promised 1.0 came true, below one of two nodes with candidates
+    pilot.see(tree, [0, 1, 3], [2])  # two of the promised 1.0 came true, below both nodes with candidates
     then = pilot.choose()
     assert isinstance(then, Weighed)
-    assert then.trust == pytest.approx((0.95 * 4 + 1) / (0.95 * 4 + 1.0))
-    assert then.hope == pytest.approx((0.95 * 2 + 1) / (0.95 * 4 + 2))
-    assert then.rate == pytest.approx((0.95 * 6 + 2) / (0.95 * 40 + 11 + 3 + 1.5))
+    assert then.trust == pytest.approx((0.95 * 4 + 2) / (0.95 * 4 + 1.0))
+    assert then.hope == pytest.approx((0.95 * 2 + 2) / (0.95 * 4 + 2))
+    assert then.rate == pytest.approx((0.95 * 6 + 3) / (0.95 * 40 + 11 + 3 + 1.5))
     for _ in range(99):
         pilot.see(tree, [0], [2])
     last = pilot.choose()
@@ -190,6 +191,36 @@ class AtRandom(Policy):
         pass
 
 
+def test_pilots_are_told_what_was_expanded(target: EagerTarget) -> None:
+    """In a live run and in a replay; and a guarded policy's own pilot goes on learning."""
+    request, seen = Request(PROMPT, Sampling(), Stop(20)), []
+
+    class Noting(AtRandom):
+        def pilot(self) -> Noting:
+            return self
+
+        def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:
+            seen.append((len(tree) - 1, list(rows)))
+
+        def choose(self) -> Policy | None:
+            return [None, Chain(3), Dynamic(3, 2, 5)][len(seen) % 3]
+
+    drafter = untrained("eagle3", target)
+    answer = timed(generate(target, drafter, Noting(random.Random(0)), *vars(request).values()))
+    assert seen[:3] == [(0, []), (3, [1, 1]), (5, [2, 2])]
+    live, plain = seen.copy(), timed(generate_plain(target, *vars(request).values()))
+    seen.clear()
+    recorded = trace(target, drafter, request, plain, [Chain(3), Dynamic(3, 2, 5)])
+    assert shape(replay(recorded, Noting(random.Random(0)))) == shape(answer)
+    assert seen == live
+
+    pilot = Guarded(Adaptive(Dynamic(3, 3, 9), Table()), Table()).pilot()
+    before = pilot.choose()
+    pilot.see(TREE, [0], [])
+    assert isinstance(before, Weighed) and isinstance(after := pilot.choose(), Weighed)
+    assert after.trust < before.trust and after.hope < before.hope
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_output_is_plain_and_rounds_repeat(target: EagerTarget, temperature: float) -> None:
     drafters: dict[str, Drafter] = {"eagle3": untrained("eagle3", target)}
@@ -244,7 +275,7 @@ def test_a_next_turn_does_not_read_again_what_the_drafter_missed(target: EagerTa
     policy, stop = Guarded(Chain(2), Table(fixed=30)), Stop(40)
     first = timed(generate(target, drafter, policy, PROMPT, Sampling(), stop, memory=memory))
     assert sum(round_.draft_ms == 0 for round_ in first.rounds[1:]) > 30
-    turn = [*PROMPT, *first.tokens, 9, 11]
+    turn = [*PROMPT, *first.tokens[:-3], 60, 11]  # it parts before the answer's end
     drafter.shown.clear()
     read: list[int] = []
     verify = target.verify
@@ -253,4 +284,8 @@ def test_a_next_turn_does_not_read_again_what_the_drafter_missed(target: EagerTa
     del target.verify
     assert second.tokens == timed(generate_plain(target, turn, Sampling(), Stop(9))).tokens
     assert read[0] < 8, "the target had read the answer"
-    assert drafter.shown[0][0] == turn[-len(drafter.shown[0][0]) + 1 :] + second.tokens[:1]
+    tokens, hidden_TLD = drafter.shown[0]
+    text = turn + second.tokens[:1]
+    assert tokens == text[-len(tokens) :] and len(tokens) > 20
+    states_TLD = target.verify([(target.new_cache(), Tree.chain(turn))], drafter.reads)[0].hidden_NLD
+    torch.testing.assert_close(hidden_TLD, states_TLD[-len(tokens) :], rtol=0, atol=1e-10)
