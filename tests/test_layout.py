@@ -23,7 +23,7 @@ FLOORS = [
     ["policies"],
     ["guard"],
     ["formats", "dialects"],
-    ["checkpoint", "generate", "gguf_head", "conversations", "endpoint", "exports", "readers"],
+    ["checkpoint", "generate", "gguf_head", "openvino_head", "conversations", "endpoint", "exports", "readers"],
     ["measure", "costs", "features", "expect", "masks", "prepared", "prompts", "trees"],
     ["train", "replay", "prices"],
     ["model"],

@@ -45,6 +45,7 @@ class Dialect:
     most_layers: int = 1
     states: tuple[int, int] = (2, 5)  # least and most
     usual_states_only: bool = False
+    embedding_state: bool = True  # state 0 is among them
     prefixes: tuple[str, str] = ("midlayer.", "layers.")  # of a single layer; of several, before their number
     later_norm: str = "input_layernorm"  # before the attention of a layer after the first
     zero_fc_bias: bool = False  # an EAGLE-1 head's fc has a bias in every case
@@ -214,5 +215,20 @@ DIALECTS: dict[str, Dialect] = {
         strips_model=True,
         needs_draft_size=True,
         ids=((AUX_IDS, 0),),
+    ),
+    "openvino": Dialect(  # IR: the graph is written, and no reader of a folder is left to judge
+        title="OpenVINO GenAI 2026.4.1",
+        architectures={"eagle3": "eagle3"},
+        keys={},
+        serve="LLMPipeline(TARGET, 'CPU', draft_model=draft_model({head!r}, 'CPU')).generate(PROMPT, "
+        "num_assistant_tokens=3), where TARGET is what this writes: optimum-cli export openvino -m {target} --task "
+        "text-generation-with-past TARGET",
+        switches=("norm_before_residual",),
+        biases=("qkv",),
+        most_layers=5,
+        states=(3, 3),
+        embedding_state=False,
+        permuted_vocabulary=True,
+        skips_fc=False,
     ),
 }  # fmt: skip

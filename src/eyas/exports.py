@@ -28,7 +28,7 @@ _OMIT = object()  # a key that is not written
 def export(
     head: Eagle | Eagle3, runtime: str, spec: TargetSpec, folder: Path, dtype: torch.dtype, extra: Mapping[str, object]
 ) -> tuple[str, ...]:
-    """Write `head` for `runtime` (a key of DIALECTS, but not "gguf") and the target of `spec`; warnings.
+    """Write `head` for `runtime` (a key of DIALECTS, but not "gguf" or "openvino") and the target of `spec`; warnings.
 
     `extra` goes into the config as it is, but for `architectures`, which are the target's.
 
@@ -85,6 +85,8 @@ def _eagle3_reasons(head: Eagle3, dialect: Dialect, spec: TargetSpec) -> list[st
         found.append("the states together are as wide as the head, and the runtime then leaves fc out")
     if list(c.reads) != sorted(set(c.reads)):
         found.append(f"it gives states in ascending order, and the head reads {list(c.reads)}")
+    if min(c.reads) == 0 and not dialect.embedding_state:
+        found.append("the head reads state 0, the embedding, and the runtime hands out what leaves a layer")
     if max(c.reads) >= spec.num_layers:
         found.append("the head reads the target's last, normed state, which the runtime does not hand out")
     if dialect.usual_states_only and c.reads != default_reads(spec.num_layers):

@@ -29,24 +29,31 @@ def run(arguments: argparse.Namespace) -> int:
     new_folder(out)
     checkpoint.head_folder(arguments.head)
     vocabulary = checkpoint.target_gguf(arguments.target) if runtime == "gguf" else None
+    if runtime == "openvino":
+        from eyas import openvino_head  # refuses, before the target is loaded, where its library is missing
     target, _ = load_eager(arguments)
     file, head, why = checkpoint.open_movable_head(arguments.head, target)
     served = vocabulary or checkpoint.target_folder(arguments.target)  # what another runtime knows the target by
     spec = replace(target.spec, name=arguments.target if checkpoint.is_hub_id(arguments.target) else str(served))
     dtype = checkpoint.weights_dtype(file)
     with checkpoint.atomic_folder(out) as folder:
-        if vocabulary is None:
+        if runtime not in ("gguf", "openvino"):
             extra = {key: value for key, value in file.config.items() if key == "eyas_target"}
             extra["architectures"] = target.model.config.architectures
-            warnings = exports.export(head, runtime, spec, folder, dtype, extra)
+            exports.export(head, runtime, spec, folder, dtype, extra)
         else:
             exports.check(head, runtime, spec)
             assert isinstance(head, Eagle3), head.kind
-            from eyas import gguf_head  # its library is needed for nothing else here
+            if vocabulary is not None:
+                from eyas import gguf_head  # its library is needed for nothing else here
 
-            gguf_head.write(folder / "head.gguf", head, spec, vocabulary, dtype)
-            warnings = exports.warnings(head, runtime)
+                gguf_head.write(folder / "head.gguf", head, spec, vocabulary, dtype)
+            else:
+                from eyas import openvino_head
+
+                openvino_head.write(folder, head, spec, dtype)
     serve = exports.serve_command(head, runtime, spec, str(out if vocabulary is None else out / "head.gguf"))
+    warnings = exports.warnings(head, runtime)
     for note in (f"states {list(head.reads)}: {why}", *file.notes, *warnings):
         say(note)
     record = {"out": str(out), "to": runtime, "kind": head.kind, "reads": list(head.reads), "serve": serve}

@@ -18,7 +18,8 @@ HELP = "what a head or a target is, whether they fit, and what another runtime w
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head", default=None)
     parser.add_argument("--target", default=None)
-    parser.add_argument("--runtime", default=None, choices=[*DIALECTS], help="judge the head as this runtime reads it")
+    runtimes = [name for name in DIALECTS if name != "openvino"]  # which runs the graph that `eyas export` wrote
+    parser.add_argument("--runtime", default=None, choices=runtimes, help="judge the head as this runtime reads it")
     parser.add_argument("--dtype", default=None, help="of the target; int8 adds what it costs in perplexity")
     parser.add_argument("--answers", default=None, help="int8: JSONL(.gz) as for train (default: the target's own)")
     parser.add_argument("--limit", type=count, default=64, help="int8: answers, at most (default %(default)s)")
