@@ -95,6 +95,13 @@ def test_a_forecast_is_the_replay(kind: str) -> None:
     assert len(taus) > 1, "the trees differ in what they are worth"
 
 
+def test_of_equal_scores_the_earlier_node_survives() -> None:
+    """x and b are equally likely and x stands first: of one node it is x, and the answer a b c takes two rounds."""
+    recorded = Trace([ord(letter) for letter in "abc"], "length", 50, [guesses(">x5 b5"), guesses(">x5 b5")])
+    foresight = Foresight(recorded, 1, [Dynamic(1, 2, 1), Dynamic(1, 2, 2)])
+    assert [foresight.tally(Dynamic(1, 2, nodes), COSTS).forwards for nodes in (1, 2)] == [2, 1]
+
+
 def test_what_a_trace_is_to_hold() -> None:
     policies = [Chain(2), Dynamic(3, 1, 2), Dynamic(2, 4, 9), Dynamic(1, 4, 3), parse_policy("static")]
     assert [*map(str, shapes(policies))] == [
