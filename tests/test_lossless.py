@@ -280,7 +280,7 @@ class Taking:
     def choose(self) -> Policy | None:
         return next(self.turns)
 
-    def see(self, tree: Tree, path: Sequence[int]) -> None:
+    def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:
         self.seen.append((len(tree), len(path)))
 
 

@@ -13,6 +13,7 @@ from timed import Clock, TimedDrafter, TimedTarget
 from tiny import tiny_tokenizer
 
 from eyas import tune as room
+from eyas.automatic import auto_tree, keep_tree, write_tree
 from eyas.cli import main
 from eyas.costs import Costs
 from eyas.errors import InputError
@@ -21,7 +22,6 @@ from eyas.model import Model, load
 from eyas.policies import Chain, Dynamic, Policy, parse_policy
 from eyas.prompts import Item
 from eyas.sampling import Sampling
-from eyas.trees import auto_tree, keep_tree, write_tree
 from eyas.tune import ALL, EAGLE_2, Plan, best_by, grid, num_nodes, to_check, tune
 
 

@@ -1,8 +1,22 @@
 """eyas: lossless speculative decoding with EAGLE draft heads."""
 
+from eyas.by_value import Adaptive, Dynamic
 from eyas.errors import InputError
 from eyas.model import Model, Output, load
-from eyas.policies import Chain, Dynamic, Policy, Sampled, Static
+from eyas.policies import Chain, Sampled, Static
+from eyas.policy import Policy
 from eyas.sampling import Sampling
 
-__all__ = ["Chain", "Dynamic", "InputError", "Model", "Output", "Policy", "Sampled", "Sampling", "Static", "load"]
+__all__ = [
+    "Adaptive",
+    "Chain",
+    "Dynamic",
+    "InputError",
+    "Model",
+    "Output",
+    "Policy",
+    "Sampled",
+    "Sampling",
+    "Static",
+    "load",
+]

@@ -18,10 +18,10 @@ from tqdm import tqdm
 from eyas import measure
 from eyas.errors import InputError
 from eyas.generate import Memory, Request, Round, generate
+from eyas.guard import Guarded
 from eyas.machine import peak_memory_bytes
 from eyas.measure import Answer, find_divergence, rounding, timed
 from eyas.model import Message, Model
-from eyas.policies import Dynamic
 from eyas.prompts import Item
 from eyas.sampling import Sampling
 from eyas.tree import Tree
@@ -50,7 +50,7 @@ class Method:
         """`plain`, `lookup`, `small`, `eagle`, `eagle2` (an EAGLE-1 head under a dynamic tree) or `eagle3`."""
         if self.model.drafter is None:
             return "plain"
-        if self.model.drafter.kind == "eagle" and isinstance(self.model.policy, Dynamic):
+        if self.model.drafter.kind == "eagle" and self.model.policy.by_value:
             return "eagle2"
         return self.model.drafter.kind
 
@@ -58,6 +58,11 @@ class Method:
     def keyed(self) -> bool:
         """Is its output held to plain decoding's, token for token? A sampled tree's has the same law, no more."""
         return self.model.drafter is None or self.model.policy.keyed
+
+    @property
+    def guarded(self) -> bool:
+        """Does it fall back to plain rounds while drafting does not pay?"""
+        return self.model.drafter is not None and isinstance(self.model.policy, Guarded)
 
     @property
     def tree(self) -> str | None:
@@ -105,6 +110,8 @@ class Row:
     path_calibration: list[dict[str, float]]
     draft_ms_by_level: list[float]
     answers: list[dict[str, object]]  # with their rounds: the first few that were asked for
+    guard: bool  # may it fall back to plain rounds?
+    plain_forwards: int  # target forwards that nothing was drafted for
 
 
 class _Talk:
@@ -302,6 +309,8 @@ def _row(workload: str, column: _Column, plain: _Column, sampling: Sampling, how
         path_calibration=[asdict(bin_) for bin_ in measure.path_calibration(answers)],
         draft_ms_by_level=measure.level_ms(answers),
         answers=column.traced,
+        guard=method.guarded,
+        plain_forwards=measure.plain_forwards(answers),
     )
 
 

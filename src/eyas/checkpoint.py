@@ -33,7 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from eyas import native, packed
+from eyas import native, packed, promise
 from eyas.drafters.base import Drafter
 from eyas.drafters.eagle import Eagle
 from eyas.drafters.eagle3 import Eagle3
@@ -47,6 +47,7 @@ from eyas.formats import build_head, read_head, write_head
 from eyas.initial import Head, Learner, copy_of
 from eyas.kept import Place
 from eyas.layouts import HeadFile, states_read
+from eyas.promise import Figures, read_figures
 from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.families import default_reads, family_of
@@ -166,7 +167,8 @@ def place_of(spec: TargetSpec, head: str) -> Place:
 def _identity(folder: Path) -> str:
     """A name for the folder of a model or a head that changes with its files."""
     found = (path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
-    files = sorted(path for path in found if path.name != TREE_FILE)  # what was found out about a head is not the head
+    # what was found out about a head is not the head
+    files = sorted(path for path in found if path.name not in (TREE_FILE, promise.FILE))
     digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
     return f"{folder.name}-{digest.hexdigest()[:16]}"
 
@@ -304,6 +306,15 @@ def head_folder(name: str) -> Path:
         return _from_hub(name)
     raise InputError(f"unknown head {name!r}: give a head's folder, {LOOKUP}, {SMALL}TARGET or one of "
                      f"{', '.join(shipped_heads())}")  # fmt: skip
+
+
+def promised(name: str) -> list[Figures]:
+    """The figures that a head's folder has of it; none of drafters that are not trained.
+
+    Raises:
+        InputError: no such head, or a broken file of figures.
+    """
+    return [] if name == LOOKUP or name.startswith(SMALL) else read_figures(head_folder(name))
 
 
 def load_head(name: str, target: EagerTarget) -> Head:

@@ -193,7 +193,7 @@ class _Alternating(Policy):
         self._next = self._next or self._random.sample(self.shapes, len(self.shapes))
         return self._next.pop()
 
-    def see(self, tree: Tree, path: Sequence[int]) -> None:
+    def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:
         pass
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from eyas.drafters.base import Drafter
 from eyas.errors import InputError
-from eyas.policies import Policy, grow
+from eyas.policies import Growth, grow
+from eyas.policy import Policy
 from eyas.sampling import Prefix, Sampling
 from eyas.targets.base import Target, Verified
 from eyas.tree import Tree
@@ -62,9 +63,10 @@ class Memory(Generic[CacheT, StateT]):
     does, is read from where it parts from them."""
 
     def __init__(self) -> None:
-        self.kept: tuple[list[int], CacheT, StateT | None, int] | None = None  # text, K/V, draft state and its pairs
+        # text, K/V, draft state and its pairs, the true states of tokens that the drafter has not observed
+        self.kept: tuple[list[int], CacheT, StateT | None, int, Tensor] | None = None
 
-    def take(self) -> tuple[list[int], CacheT, StateT | None, int] | None:
+    def take(self) -> tuple[list[int], CacheT, StateT | None, int, Tensor] | None:
         """What is kept. It is nobody else's from now on: an answer that is broken off leaves nothing."""
         kept, self.kept = self.kept, None
         return kept
@@ -205,9 +207,11 @@ class _Sequence(Generic[CacheT, StateT]):
         self._num_prompt = len(request.prompt)
         self._tokens = list(request.prompt)
         self._num_pairs = 0  # that the drafter has observed
-        self._pilot = engine.policy.pilot()
+        self._hidden: list[Tensor] = []
+        self._pilot = None if engine.drafter is None else engine.policy.pilot()
         self._draft_ms = 0.0
         self._level_ms: tuple[float, ...] = ()
+        self._rows: Sequence[int] = ()  # that were expanded, by level
 
     def read_prompt(self, memory: Memory[CacheT, StateT] | None) -> Round:
         """The prompt's own forward, which yields the first token."""
@@ -217,26 +221,27 @@ class _Sequence(Generic[CacheT, StateT]):
         verify_ms = clock.lap()
         step = walk(Tree.chain(self._tokens[-1:]), verified.logits_NV, self._sampling, self._prefix, self._stop)
         # what the drafter has not observed: followers[i] comes after the token whose states are row i of `hidden`
-        self._hidden = [verified.hidden_NLD]
-        self._followers = [*self._tokens[start + 1 :], *step.tokens]
+        self._hidden.append(verified.hidden_NLD)
+        self._followers = [*self._tokens[self._num_pairs + 1 :], *step.tokens]
         return self._deliver(None, [], step, verified.logits_NV, (0.0, verify_ms, clock.lap()))
 
     def grow(self) -> Tree:
         """Observe what was verified since the last draft, and draft on from there."""
         drafter, clock = self._engine.drafter, _Clock()
-        self._draft_ms, self._level_ms = 0.0, ()
-        policy = None if drafter is None else self._pilot.choose()
+        self._draft_ms, self._level_ms, self._rows = 0.0, (), []
+        policy = None if self._pilot is None else self._pilot.choose()
         if drafter is None or self._state is None or policy is None:
             return Tree.chain(self._tokens[-1:])
-        marks = [time.perf_counter()]
+        growth = Growth([time.perf_counter()])
         candidates = drafter.observe(self._state, self._followers, torch.cat(self._hidden), policy.width)
         self._num_pairs += len(self._followers)
         self._hidden, self._followers = [], []
         budget = self._stop.max_new_tokens - (len(self._tokens) - self._num_prompt)  # n nodes deliver n + 1 tokens
         root, position = self._tokens[-1], len(self._tokens)
-        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, marks)
+        tree = grow(policy, drafter, self._state, root, candidates, budget - 1, self._sampling, position, growth)
         self._draft_ms = clock.lap()
-        self._level_ms = tuple((end - begin) * 1e3 for begin, end in pairwise(marks))
+        self._rows = growth.rows
+        self._level_ms = tuple((end - begin) * 1e3 for begin, end in pairwise(growth.marks))
         return tree
 
     def take(self, tree: Tree, verified: Verified, verify_ms: float) -> Round:
@@ -244,19 +249,21 @@ class _Sequence(Generic[CacheT, StateT]):
         clock = _Clock()
         step = walk(tree, verified.logits_NV, self._sampling, self._prefix, self._stop)
         self._engine.target.keep(self.cache, step.path)
-        self._pilot.see(tree, step.path)
-        if self._engine.drafter is not None:
-            self._hidden.append(verified.hidden_NLD[step.path])
+        if self._pilot is not None:
+            self._pilot.see(tree, step.path, self._rows)
+            whole = len(step.path) == len(tree)  # as in plain rounds, which must not pay for a copy
+            self._hidden.append(verified.hidden_NLD if whole else verified.hidden_NLD[step.path])
             self._followers += step.tokens
         logits_TV = verified.logits_NV[step.path[: len(step.tokens)]] if self._engine.with_logits else None
         tree = tree if self._engine.with_logits else tree.without_laws()
-        round_ = self._deliver(tree, step.path, step, logits_TV, (self._draft_ms, verify_ms, clock.lap()))
-        return replace(round_, level_ms=self._level_ms)
+        ms = (self._draft_ms, verify_ms, clock.lap())
+        return self._deliver(tree, step.path, step, logits_TV, ms, self._level_ms)
 
     def leave(self, memory: Memory[CacheT, StateT] | None) -> None:
         """Keep what a next turn can go on from."""
         if memory is not None:
-            memory.kept = (self._tokens, self.cache, self._state, self._num_pairs)
+            hidden_TLD = torch.cat(self._hidden)
+            memory.kept = (self._tokens, self.cache, self._state, self._num_pairs, hidden_TLD)
 
     @property
     def _prefix(self) -> Prefix:
@@ -271,20 +278,28 @@ class _Sequence(Generic[CacheT, StateT]):
             self.cache = target.new_cache()
             self._state = None if drafter is None else drafter.new_state(self._tokens[0])
             return 0
-        _, self.cache, self._state, num_pairs = kept
+        _, self.cache, self._state, num_pairs, hidden_TLD = kept
         # the states of the last common token are read again: the pair that they open has another second half now
         start = common - 1
         if drafter is not None and self._state is not None:
-            start = self._num_pairs = min(start, num_pairs)
-            drafter.rewind(self._state, start)
+            self._num_pairs = min(start, num_pairs)
+            drafter.rewind(self._state, self._num_pairs)
+            self._hidden.append(hidden_TLD[: start - self._num_pairs])
         target.rewind(self.cache, start)
         return start
 
     def _deliver(
-        self, tree: Tree | None, path: list[int], step: Walk, logits_TV: Tensor | None, ms: tuple[float, float, float]
+        self,
+        tree: Tree | None,
+        path: list[int],
+        step: Walk,
+        logits_TV: Tensor | None,
+        ms: tuple[float, float, float],
+        level_ms: tuple[float, ...] = (),
     ) -> Round:
         self._tokens += step.tokens
-        return Round(tree, path, step.tokens, step.finish_reason, logits_TV if self._engine.with_logits else None, *ms)
+        logits_TV = logits_TV if self._engine.with_logits else None
+        return Round(tree, path, step.tokens, step.finish_reason, logits_TV, *ms, level_ms)
 
 
 def generate_plain(

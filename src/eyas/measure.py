@@ -77,6 +77,11 @@ def target_forwards(answers: Sequence[Answer]) -> int:
     return sum(len(answer.rounds) - 1 for answer in answers)
 
 
+def plain_forwards(answers: Sequence[Answer]) -> int:
+    """Those of the target's forwards that nothing was drafted for."""
+    return sum(round_.tree is not None and round_.draft_ms == 0 for answer in answers for round_ in answer.rounds)
+
+
 def tau(answers: Sequence[Answer]) -> float | None:
     """Mean tokens per target forward; None where there was no forward after the prompts'."""
     forwards = target_forwards(answers)
@@ -110,6 +115,12 @@ def draws(answers: Sequence[Answer]) -> Iterator[Draw]:
             if children:
                 hit = round_.tree.child(node, token)
                 yield Draw(round_.tree, node, token, children, None if hit is None else children.index(hit))
+
+
+def first_draws(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Draws below roots that had candidates: those that hit one, and all."""
+    own = [draw.rank is not None for draw in draws(answers) if draw.node == 0]
+    return sum(own), len(own)
 
 
 def alpha_by_depth(answers: Sequence[Answer]) -> list[float]:

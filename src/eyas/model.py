@@ -6,6 +6,7 @@ The only room that knows both tokenizers and the round loop. Refuses to know com
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import Unpack
 
 from eyas import native
+from eyas.automatic import auto_tree
 from eyas.checkpoint import (
     DTYPES,
     LOOKUP,
@@ -26,6 +28,7 @@ from eyas.checkpoint import (
     load_native_head,
     load_small,
     load_target,
+    promised,
 )
 from eyas.drafters.base import Drafter
 from eyas.drafters.lookup import Lookup
@@ -33,13 +36,15 @@ from eyas.errors import InputError, Unsupported
 from eyas.generate import Memory, Request, Round, generate, generate_many, generate_plain
 from eyas.grammar import Grammar, Kind
 from eyas.masks import render
-from eyas.measure import Answer, tau
+from eyas.measure import Answer, first_draws, tau
 from eyas.policies import Policy, parse_policy
+from eyas.prices import priced
+from eyas.promise import Figures, shortfall
+from eyas.prompts import read_workload
 from eyas.sampling import Processor, Sampling
 from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget
-from eyas.trees import auto_tree
 from eyas.verify import FinishReason, Stop
 
 BACKENDS = ("auto", "eager", "native")
@@ -154,6 +159,8 @@ class Model:
     tokenizer: PreTrainedTokenizerBase
     drafter: Drafter[Any] | None
     policy: Policy
+    figures: Sequence[Figures] = ()  # what the head's makers measured of it
+    _watch: _Watch = field(default_factory=lambda: _Watch(), init=False, repr=False, compare=False)
     _memory: Memory[Any, Any] = field(default_factory=Memory, init=False, repr=False, compare=False)
 
     def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
@@ -350,9 +357,13 @@ class Model:
         if streamer is not None:
             streamer.end()
         share = (time.perf_counter() - begun) / sum(one.milliseconds for one in collected)
+        answers = [Answer(one.rounds, one.milliseconds * share) for one in collected]
+        sampling = requests[0].sampling  # figures are of free, greedy answers
+        if self.figures and sampling.temperature == 0 and sampling.constraint is None:
+            self._watch.see(answers, str(self.policy), self.figures)
         return [
-            self.output(Answer(one.rounds, one.milliseconds * share), len(request.prompt), request.stop, one.logprobs)
-            for one, request in zip(collected, requests, strict=True)
+            self.output(answer, len(request.prompt), request.stop, one.logprobs)
+            for answer, request, one in zip(answers, requests, collected, strict=True)
         ]
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[str]:
@@ -413,6 +424,23 @@ class Model:
         return ids
 
 
+class _Watch:
+    """How often the first guess held in all answers of a model so far."""
+
+    def __init__(self) -> None:
+        self._hits = self._draws = 0
+        self._warned = False
+
+    def see(self, answers: Sequence[Answer], tree: str, figures: Sequence[Figures]) -> None:
+        """Warn, once, where that is far below the head's figures."""
+        hits, draws = first_draws(answers)
+        self._hits, self._draws = self._hits + hits, self._draws + draws
+        found = None if self._warned else shortfall(self._hits, self._draws, tree, figures)
+        if found is not None:
+            self._warned = True
+            warnings.warn(found, stacklevel=4)
+
+
 class _Collected:
     """The rounds of one answer as they arrive, without the logits that they came with."""
 
@@ -462,6 +490,7 @@ def load(
     backend: str = "auto",
     dtype: str | torch.dtype | None = None,
     tree: str | Policy = "auto",
+    guard: bool | None = None,
     device: str | torch.device | None = None,
 ) -> Model:
     """A model that decodes with a head.
@@ -475,8 +504,10 @@ def load(
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
             "float16" (eager, on a GPU).
         tree: a `Policy`, or "auto" (the tuned one where there is one, else a stated one), "chain:K", "static[:FILE]",
-            "dynamic:levels=6,top_k=8,nodes=24" or "sampled:levels=3,width=2" (at temperatures above 0: the law of plain
-            decoding, not its tokens).
+            "dynamic:levels=6,top_k=8,nodes=24", "adaptive:levels=8,top_k=10,nodes=59" (bounds: no more than pays) or
+            "sampled:levels=3,width=2" (at temperatures above 0: the law of plain decoding, not its tokens).
+        guard: fall back to plain decoding while drafting does not pay? None: with `tree="auto"`, where `eyas tune` has
+            measured what rounds cost here. True measures it now if need be, which takes some seconds.
         device: "cpu" (default), or a GPU like "cuda": the eager back end then.
 
     Raises:
@@ -487,14 +518,37 @@ def load(
             raise InputError(f"a {what} is a name or a folder, as a text, got {name!r}")
     place = choose_device(device)
     chosen = choose_backend(backend, dtype, place)
+    if guard is not None and type(guard) is not bool:
+        raise InputError(f"guard must be True, False or None, got {guard!r}")
     if not isinstance(tree, (str, Policy)):
         raise InputError(f"a tree is its name or a Policy, got {tree!r}")
     if isinstance(tree, str) and tree != "auto":
         tree = parse_policy(tree)  # refused now, not after loading
     loaded, tokenizer = _load_target(target, chosen, place, may_fall_back=backend == "auto")
-    drafter = attach_head(head, loaded, tokenizer)
-    policy = tree if isinstance(tree, Policy) else choose_policy("auto", loaded.spec, head)
-    return Model(loaded, tokenizer, drafter, policy)
+    plain = Model(loaded, tokenizer, None, choose_policy("auto", loaded.spec, None))
+    return with_head(plain, head, attach_head(head, loaded, tokenizer), tree, guard)
+
+
+def with_head(
+    plain: Model, head: str | None, drafter: Drafter[Any] | None, tree: str | Policy, guard: bool | None
+) -> Model:
+    """A model's target with the drafter of a head, and the tree and the guard that `load` takes.
+
+    Raises:
+        InputError: see `load`.
+    """
+    policy = tree if isinstance(tree, Policy) else choose_policy(tree, plain.target.spec, head)
+    if head is not None and drafter is not None:
+        policy = priced(policy, guard, tree == "auto", plain.target, head, drafter, lambda: _to_measure_on(plain))
+    figures = promised(head) if head is not None and drafter is not None else ()
+    return replace(plain, drafter=drafter, policy=policy, figures=figures)
+
+
+def _to_measure_on(plain: Model) -> list[Request]:
+    """Requests like what users ask, cut where they leave no room for an answer."""
+    most = plain.target.spec.max_length // 2
+    prompts = [plain.encode(item.text)[:most] for item in read_workload("mt_bench", 8)]
+    return [Request(ids, plain.sampling(), plain.stopping(96)) for ids in prompts]
 
 
 def _load_target(

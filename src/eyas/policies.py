@@ -1,9 +1,7 @@
-"""How a draft tree grows: `Chain`, `Static` (EAGLE-1), `Dynamic` (EAGLE-2, arXiv 2406.16858, section 4), `Sampled`.
+"""How a draft tree grows: `grow`, and the shapes by their names. Here are `Chain`, `Static` (EAGLE-1) and `Sampled`;
+trees that grow by value are in `by_value`.
 
-A policy says how many candidates a node may have, which of them are recorded, which are expanded next, and which nodes
-survive; `grow` asks the drafter level by level. Levels are draft forwards (the pass over verified tokens is the first);
-nodes are draft nodes, the root not counted. Policies never see a model, drafters never see a policy. A sampled tree is
-drawn instead of chosen, and carries the laws that it was drawn from (`verify.accept_many`).
+A sampled tree is drawn instead of chosen, and carries the laws that it was drawn from (`verify.accept_many`).
 """
 
 from __future__ import annotations
@@ -11,95 +9,23 @@ from __future__ import annotations
 import json
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from eyas.by_value import Adaptive, Dynamic
 from eyas.drafters.base import Candidates
 from eyas.errors import InputError, one_line
+from eyas.policy import Level, Policy, RankPath
 from eyas.sampling import Sampling
-from eyas.tree import DraftLaw, Tree, best_nodes
+from eyas.tree import DraftLaw, Tree
 
 StateT = TypeVar("StateT")
 StateT_contra = TypeVar("StateT_contra", contravariant=True)
-RankPath = tuple[int, ...]  # (a, b): the b-th best token after the a-th best one, counted from 0
 _ALL = (1 << 31) - 1  # a width that no draft vocabulary reaches: drafters give what they have
 _MOST_NODES = 1024  # of a sampled tree, whose size is a power of its levels
-_MOST_EXPANDED, _MOST_VERIFIED = 1024, 10_000  # nodes of a dynamic tree: each level grows top_k² before pruning
-
-
-@dataclass(frozen=True)
-class Level:
-    """The nodes that one draft forward recorded, in order: scores, and rank paths for policies that go by rank."""
-
-    scores: list[float]
-    paths: list[RankPath]
-
-
-class Policy(ABC):
-    """The shape of a tree, before and while it grows."""
-
-    @property
-    @abstractmethod
-    def levels(self) -> int:
-        """Draft forwards, at most."""
-
-    @property
-    @abstractmethod
-    def width(self) -> int:
-        """Candidates asked for below each node."""
-
-    @abstractmethod
-    def expands(self, level: Level) -> list[int]:
-        """Places in `level` of the nodes to go on from, in the order in which the drafter sees them."""
-
-    def records(self, path: RankPath) -> bool:
-        """Does the candidate at this rank path become a node? Asked only where `by_rank` says so."""
-        return True
-
-    def survivors(self, scores: Sequence[float]) -> Sequence[int]:
-        """The nodes, root first, that are verified."""
-        return range(len(scores))
-
-    def check(self, sampling: Sampling) -> None:  # noqa: B027 (no abstract method: most policies run under all)
-        """Refuse settings under which this policy has no trees.
-
-        Raises:
-            InputError: there are none.
-        """
-
-    def pilot(self) -> Pilot:
-        """Who chooses the policies of one answer's rounds: this one, every time."""
-        return _Always(self)
-
-    by_rank = False  # do `records` and `expands` want rank paths? They cost time
-    keyed = True  # does drafted output equal plain output token for token, or only in its law?
-
-
-class Pilot(Protocol):
-    """Chooses the policy of each round of one answer, knowing what became of the rounds before."""
-
-    def choose(self) -> Policy | None:
-        """The next round's; None for a plain round: no draft, one token."""
-        ...
-
-    def see(self, tree: Tree, path: Sequence[int]) -> None:
-        """The tree that was verified, and its nodes that held, the root first."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Always:
-    policy: Policy
-
-    def choose(self) -> Policy:
-        return self.policy
-
-    def see(self, tree: Tree, path: Sequence[int]) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -180,45 +106,6 @@ class Static(Policy):
 
 
 @dataclass(frozen=True)
-class Dynamic(Policy):
-    """Expand the `top_k` nodes of the highest path value at each level, then keep the best `nodes` of all (EAGLE-2).
-
-    The value of a node is the product of draft confidences along its path, an estimate of the chance that the target
-    accepts the whole path. EAGLE's own setting (total_token 60, depth 7, top_k 10) is levels=8, top_k=10, nodes=59.
-    """
-
-    num_levels: int = 6
-    top_k: int = 8
-    nodes: int = 24
-
-    def __post_init__(self) -> None:
-        if (
-            min(self.num_levels, self.top_k, self.nodes) < 1
-            or self.top_k > _MOST_EXPANDED
-            or self.nodes > _MOST_VERIFIED
-        ):
-            raise InputError(f"a dynamic tree needs levels, top_k (up to {_MOST_EXPANDED}) and nodes (up to "
-                             f"{_MOST_VERIFIED}) of at least 1, got {self}")  # fmt: skip
-
-    def __str__(self) -> str:
-        return f"dynamic:levels={self.num_levels},top_k={self.top_k},nodes={self.nodes}"
-
-    @property
-    def levels(self) -> int:
-        return self.num_levels
-
-    @property
-    def width(self) -> int:
-        return self.top_k
-
-    def expands(self, level: Level) -> list[int]:
-        return sorted(range(len(level.scores)), key=level.scores.__getitem__, reverse=True)[: self.top_k]  # stable
-
-    def survivors(self, scores: Sequence[float]) -> Sequence[int]:
-        return best_nodes(scores, self.nodes)
-
-
-@dataclass(frozen=True)
 class Sampled(Policy):
     """`num_children` tokens drawn from q, without replacement, below every node of every level (EAGLE-1's way at
     temperatures above 0; RSD-S in arXiv 2402.14160).
@@ -265,6 +152,14 @@ class Expands(Protocol[StateT_contra]):
     def expand(self, state: StateT_contra, rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates: ...
 
 
+@dataclass
+class Growth:
+    """What growing a tree took."""
+
+    marks: list[float]  # the time (`time.perf_counter`) at which each level stood, after that of the beginning
+    rows: list[int] = field(default_factory=list)  # nodes expanded for each level after the first
+
+
 def grow(
     policy: Policy,
     drafter: Expands[StateT],
@@ -274,13 +169,13 @@ def grow(
     max_levels: int,
     sampling: Sampling | None = None,
     position: int = 0,
-    marks: list[float] | None = None,
+    growth: Growth | None = None,
 ) -> Tree:
     """A tree below the token `root`: expand level by level, then prune (rerank).
 
     `first` are the candidates that `observe` returned for the root's children; `max_levels` clips the policy to what
     the token budget and the context still allow. `sampling` and `position`, that of the root's children, are what a
-    `Sampled` tree is drawn with. `marks` gets the time (`time.perf_counter`) at which each level stood.
+    `Sampled` tree is drawn with. `growth` is written.
     """
     tokens, parents, scores = [root], [-1], [0.0]
     paths: list[RankPath] = [()]  # kept up only for policies that go by rank
@@ -313,13 +208,15 @@ def grow(
             parents += [node] * len(below)
             rows += [next_row + k] * len(below)
         next_row += len(frontier)
-        if marks is not None:
-            marks.append(time.perf_counter())
+        if growth is not None:
+            growth.marks.append(time.perf_counter())
         if number == levels:
             break
         chosen = policy.expands(Level(scores[begin:], paths[begin:]))
         if not chosen:
             break
+        if growth is not None:
+            growth.rows.append(len(chosen))
         frontier = [begin + place for place in chosen]
         candidates = drafter.expand(state, [rows[p] for p in chosen], [tokens[n] for n in frontier], policy.width)
     tree = Tree.select(tokens, parents, scores, policy.survivors(scores))
@@ -345,8 +242,8 @@ def _draw(
 
 
 def parse_policy(text: str) -> Policy:
-    """`chain:K`, `static`, `static:FILE`, `dynamic[:levels=6,top_k=8,nodes=24]` or `sampled[:levels=3,width=2]`
-    (omitted keys take these values).
+    """`chain:K`, `static`, `static:FILE`, `dynamic[:levels=6,top_k=8,nodes=24]`,
+    `adaptive[:levels=8,top_k=10,nodes=59]` or `sampled[:levels=3,width=2]` (omitted keys take these values).
 
     Raises:
         InputError: anything else, a file that cannot be read, or a tree that cannot be.
@@ -359,11 +256,14 @@ def parse_policy(text: str) -> Policy:
     if kind == "dynamic":
         values = _settings(kind, rest, {"levels": 6, "top_k": 8, "nodes": 24})
         return Dynamic(values["levels"], values["top_k"], values["nodes"])
+    if kind == "adaptive":
+        values = _settings(kind, rest, {"levels": 8, "top_k": 10, "nodes": 59})
+        return Adaptive(Dynamic(values["levels"], values["top_k"], values["nodes"]))
     if kind == "sampled":
         values = _settings(kind, rest, {"levels": 3, "width": 2})
         return Sampled(values["levels"], values["width"])
-    raise InputError(f"unknown tree {text!r}: give chain:K, static, static:FILE, dynamic:levels=6,top_k=8,nodes=24 "
-                     f"or sampled:levels=3,width=2")  # fmt: skip
+    raise InputError(f"unknown tree {text!r}: give chain:K, static, static:FILE, dynamic:levels=6,top_k=8,nodes=24, "
+                     f"adaptive:levels=8,top_k=10,nodes=59 or sampled:levels=3,width=2")  # fmt: skip
 
 
 def _static(file: str) -> Static:

@@ -19,7 +19,8 @@ from eyas.drafters.base import Candidates, Drafter
 from eyas.errors import InputError
 from eyas.generate import Request, Round, read
 from eyas.measure import Answer
-from eyas.policies import Level, Policy, RankPath, grow
+from eyas.policies import Growth, grow
+from eyas.policy import Level, Policy, RankPath
 from eyas.targets.base import Target
 from eyas.tree import Tree
 from eyas.verify import FinishReason
@@ -177,7 +178,8 @@ def trace(
 
 
 def replay(trace: Trace, policy: Policy) -> Answer:
-    """The rounds that decoding under `policy` would have had: trees, paths and tokens; no logits and no times.
+    """The rounds that decoding under `policy` would have had: trees, paths and tokens; no logits and no times. What a
+    pilot chooses from round to round is chosen here too.
 
     Raises:
         NotInTrace: `policy` has trees that the trace does not contain.
@@ -186,16 +188,25 @@ def replay(trace: Trace, policy: Policy) -> Answer:
     _check(policy)
     tokens = trace.tokens
     rounds = [Round(None, [], tokens[:1], None, None, 0.0, 0.0, 0.0)]
-    place = 0  # of the root
+    place, pilot = 0, policy.pilot()  # of the root
     while place < len(tokens) - 1:
-        recalled = Recalled(trace.guesses[place])
-        first = recalled.guesses.candidates([()], policy.width)
-        tree = grow(policy, recalled, None, tokens[place], first, levels_left(trace, place))
+        tree, rows = _grown(trace, place, pilot.choose())
         path = follow(tree, tokens[place + 1 :])
+        pilot.see(tree, path, rows)
         delivered = tokens[place + 1 : place + 1 + len(path)]  # the target's own token at the end of the path too
         rounds.append(Round(tree, path, delivered, None, None, 0.0, 0.0, 0.0))
         place += len(delivered)
     return Answer([*rounds[:-1], replace(rounds[-1], finish_reason=trace.finish_reason)], seconds=0.0)
+
+
+def _grown(trace: Trace, place: int, policy: Policy | None) -> tuple[Tree, Sequence[int]]:
+    """The tree of a round, and how many nodes were expanded for each level of it after the first."""
+    root = trace.tokens[place]
+    if policy is None:
+        return Tree.chain([root]), ()
+    recalled, growth = Recalled(trace.guesses[place]), Growth([])
+    first = recalled.guesses.candidates([()], policy.width)
+    return grow(policy, recalled, None, root, first, levels_left(trace, place), growth=growth), growth.rows
 
 
 def _check(policy: Policy) -> None:

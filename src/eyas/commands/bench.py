@@ -9,12 +9,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from eyas import bench, checkpoint
-from eyas.commands.common import count, decoding_flags, load_model, report, sampling_of, say, say_auto, say_if_slow
+from eyas.commands.common import (
+    check_tree,
+    count,
+    decoding_flags,
+    load_model,
+    report,
+    sampling_of,
+    say,
+    say_auto,
+    say_if_slow,
+)
 from eyas.data import digest
 from eyas.errors import InputError
 from eyas.machine import commit, machine, versions
-from eyas.model import attach_head, choose_policy
-from eyas.policies import parse_policy
+from eyas.model import attach_head, with_head
 from eyas.prompts import FOREIGN, SHIPPED, SUITES, Item, read_workload
 from eyas.results import Kept, suite_lines, suite_table
 
@@ -102,8 +111,7 @@ def _load(arguments: argparse.Namespace, specs: Sequence[tuple[str, str]]) -> li
     for head in dict.fromkeys(head for head, tree in specs if tree == "auto"):
         say_auto(head, plain)
     methods = [
-        bench.Method(head, replace(plain, drafter=drafters[head], policy=choose_policy(tree, plain.target.spec, head)))
-        for head, tree in specs
+        bench.Method(head, with_head(plain, head, drafters[head], tree, arguments.guard)) for head, tree in specs
     ]
     return [bench.Method(None, plain), *methods]
 
@@ -139,7 +147,8 @@ _APART = ("run", "json", "resume", "method", "workload", "suite", "data_dir", "l
 def _key(name: str, method: bench.Method, items: Sequence[Item], point: argparse.Namespace, how: bench.How) -> str:
     """Everything that a row depends on."""
     flags = sorted((name, value) for name, value in vars(point).items() if name not in _APART)
-    return digest([name, method.head, method.tree, list(items), flags, how, machine(), versions(), commit()])
+    tree = method.tree and repr(method.model.policy)  # with the prices that it goes by
+    return digest([name, method.head, tree, list(items), flags, how, machine(), versions(), commit()])
 
 
 def _method(text: str, grid: Sequence[argparse.Namespace]) -> tuple[str, str]:
@@ -150,5 +159,5 @@ def _method(text: str, grid: Sequence[argparse.Namespace]) -> tuple[str, str]:
     tree = tree or grid[0].tree
     if tree != "auto":
         for point in grid:
-            parse_policy(tree).check(sampling_of(point))  # refused now, not after loading
+            check_tree(tree, point.guard, sampling_of(point))  # now, not after loading
     return head, tree

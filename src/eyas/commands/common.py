@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,19 +16,23 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from eyas import bench, checkpoint, native
+from eyas.automatic import auto_tree
+from eyas.checkpoint import promised
 from eyas.drafters.eagle3 import Eagle3
 from eyas.errors import InputError, one_line
 from eyas.grammar import compiled
+from eyas.guard import check_guarded
 from eyas.machine import commit, machine, versions
 from eyas.model import BACKENDS, Model, choose_backend, load
 from eyas.policies import parse_policy
+from eyas.promise import Figures, shortfall
 from eyas.results import table
 from eyas.sampling import Sampling
 from eyas.targets.eager import EagerTarget
 from eyas.targets.native import NativeTarget
-from eyas.trees import auto_tree
 
 EXIT_FAILED = 1  # of a command that ran: an unexplained divergence
+_ENOUGH = 16  # forwards from which on a run says something
 
 
 def model_flags(parser: argparse.ArgumentParser, target: str | None = None) -> None:
@@ -49,8 +53,14 @@ def model_flags(parser: argparse.ArgumentParser, target: str | None = None) -> N
 
 def decoding_flags(parser: argparse.ArgumentParser, target: str | None, max_new_tokens: int) -> None:
     model_flags(parser, target)
-    trees = "chain:K, static[:FILE], dynamic:..., sampled:..., or auto (default)"
+    trees = "chain:K, static[:FILE], dynamic:..., adaptive:..., sampled:..., or auto (default)"
     parser.add_argument("--tree", default="auto", help=trees)
+    parser.add_argument(
+        "--guard",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="plain rounds while drafting does not pay (default: with --tree auto, where eyas tune was run)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -123,8 +133,8 @@ def _whole(text: str, most: int) -> int:
 def load_model(arguments: argparse.Namespace, head: str | None) -> Model:
     settings = sampling_of(arguments)  # wrong settings are refused before anything slow
     if head is not None and arguments.tree != "auto":
-        parse_policy(arguments.tree).check(settings)
-    how = {name: getattr(arguments, name) for name in ("backend", "dtype", "tree", "device")}
+        check_tree(arguments.tree, arguments.guard, settings)
+    how = {name: getattr(arguments, name) for name in ("backend", "dtype", "tree", "guard", "device")}
     model = load(arguments.target, head, **how)
     say(f"back end: {back_end(model)}")
     say_if_slow(head, model)
@@ -133,6 +143,38 @@ def load_model(arguments: argparse.Namespace, head: str | None) -> Model:
     if model.target.spec.repetition_penalty != 1 and arguments.repetition_penalty is None:
         say(f"the model's own repetition_penalty {model.target.spec.repetition_penalty} applies to all methods")
     return model
+
+
+def check_tree(tree: str, guard: bool | None, sampling: Sampling) -> None:
+    """Refuse, before anything is loaded, a tree that cannot be or not under these settings.
+
+    Raises:
+        InputError: see `parse_policy` and `Policy.check`; a tree that is drawn at random, and the guard.
+    """
+    policy = parse_policy(tree)
+    policy.check(sampling)
+    if guard:
+        check_guarded(policy)
+
+
+def say_if_plain(what: str, forwards: int, plain: int) -> None:
+    """Say that the guard fell back for most of a run, why, and what to do."""
+    if forwards >= _ENOUGH and plain > forwards / 2:
+        say(f"{what}: {plain} of {forwards} forwards were plain, since what was accepted did not pay for drafting: "
+             f"train a head on such texts (eyas train) or look for a better tree (eyas tune); --no-guard drafts "
+             f"all the same")  # fmt: skip
+
+
+def say_if_short(what: str, hits: int, draws: int, tree: str, figures: Sequence[Figures]) -> None:
+    """Say that a head does far worse than its figures."""
+    found = shortfall(hits, draws, tree, figures)
+    if found is not None:
+        say(f"{what}: {found}")
+
+
+def free(arguments: argparse.Namespace, temperature: float) -> bool:
+    """Do the target's own best tokens decide, as where heads' figures were measured?"""
+    return temperature == 0 and arguments.json_schema is None
 
 
 def say_auto(head: str, model: Model) -> None:
@@ -202,6 +244,11 @@ def report(arguments: argparse.Namespace, rows: list[bench.Row], extra: dict[str
     for row in rows:
         for divergence in row.divergences:
             say(f"{row.workload} {row.method} {row.tree} differs from plain: {divergence}")
+        if row.head is not None and row.alpha_by_depth and free(arguments, row.temperature):
+            draws = row.target_forwards - row.plain_forwards
+            hits = round(draws * row.alpha_by_depth[0])
+            say_if_short(f"{row.workload} {row.method}", hits, draws, row.tree or "", promised(row.head))
+        say_if_plain(f"{row.workload} {row.method}", row.target_forwards, row.plain_forwards if row.guard else 0)
     return EXIT_FAILED if bench.unexplained(rows) else 0
 
 

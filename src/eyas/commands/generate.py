@@ -6,10 +6,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from eyas.commands.common import decoding_flags, load_model, print_json, sampling_of, say
+from eyas.commands.common import (
+    decoding_flags,
+    free,
+    load_model,
+    print_json,
+    sampling_of,
+    say,
+    say_if_plain,
+    say_if_short,
+)
 from eyas.errors import InputError, one_line
+from eyas.guard import Guarded
 from eyas.machine import peak_memory_bytes
-from eyas.measure import timed
+from eyas.measure import first_draws, plain_forwards, timed
 from eyas.model import TextStream
 
 HELP = "answer one prompt"
@@ -52,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(file=out)
     output = model.output(answer, len(ids), stop)
     forwards = len(output.rounds) - 1
+    guarded = model.drafter is not None and isinstance(model.policy, Guarded)
     record = {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -65,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         "target": arguments.target,
         "head": arguments.head,
         "tree": str(model.policy) if model.drafter else None,
+        "guard": guarded,
+        "plain_forwards": plain_forwards([answer]),
         "backend": model.target.spec.backend,
         "dtype": str(model.target.spec.dtype).removeprefix("torch."),
         "seed": arguments.seed,
@@ -77,6 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
         tau = "" if output.tau is None else f", tau {output.tau:.2f}"
         say(f"{record['new_tokens']} tokens in {forwards} target forwards{tau}, "
              f"{record['tokens_per_second']:.1f} tokens/s, finished by {output.finish_reason}")  # fmt: skip
+    if free(arguments, arguments.temperature):
+        say_if_short("this answer", *first_draws([answer]), str(model.policy), model.figures)
+    if guarded:
+        say_if_plain("this answer", forwards, plain_forwards([answer]))
     return 0
 
 

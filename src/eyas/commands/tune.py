@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from eyas import checkpoint, costs, tune
+from eyas.automatic import auto_tree, check_writable, keep_tree, write_tree
+from eyas.by_value import Adaptive
 from eyas.commands.common import EXIT_FAILED, back_end, count, model_flags, print_json, say, say_if_slow
 from eyas.errors import InputError
 from eyas.machine import commit, machine, versions
@@ -15,7 +17,6 @@ from eyas.model import Model, load
 from eyas.policies import parse_policy
 from eyas.prompts import FOREIGN, SHIPPED, read_workload
 from eyas.sampling import Sampling
-from eyas.trees import auto_tree, check_writable, keep_tree, write_tree
 
 HELP = "measure machine and head, choose the tree that decodes fastest"
 _FEW = 2  # prompts of each set, where none is named
@@ -50,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     for policy in also:
         if not policy.keyed:
             raise InputError(f"the tree {policy} is drawn at random: no forecast is about it, give another")
+        if isinstance(policy, Adaptive):
+            raise InputError(f"the tree {policy} goes by the costs that are to be measured here: compare it, once "
+                             f"they are kept, with others by eyas bench")  # fmt: skip
     if arguments.head == "none":
         raise InputError("there is no tree to tune without a head: give one as --head")
     checkpoint.check_head(arguments.head)
@@ -61,9 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     if tune.ALL in workloads or len(workloads) < len(sources):
         raise InputError(f"workloads need names of their own, none of them {tune.ALL!r}: got {', '.join(sources)}")
 
-    model = load(
-        arguments.target, arguments.head, backend=arguments.backend, dtype=arguments.dtype, device=arguments.device
-    )
+    how = {name: getattr(arguments, name) for name in ("backend", "dtype", "device")}
+    model = load(arguments.target, arguments.head, guard=False, **how)
+    if isinstance(model.policy, Adaptive):
+        model = replace(model, policy=model.policy.most)
     say(f"back end: {back_end(model)}")
     say_if_slow(arguments.head, model)
     spec = model.target.spec
