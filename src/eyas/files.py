@@ -1,7 +1,8 @@
-"""Files that are there whole or not at all: written beside their place, then renamed into it."""
+"""Files that are there whole or not at all, written beside their place, then renamed into it; the cache folder."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+
+def cache_folder() -> Path:
+    """Where eyas keeps what it can make again: `$EYAS_CACHE`, else the user's cache folder."""
+    if os.environ.get("EYAS_CACHE"):
+        return Path(os.environ["EYAS_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eyas"
 
 
 @contextmanager

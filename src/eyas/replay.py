@@ -97,7 +97,7 @@ class _Recording(Generic[StateT]):
 
 
 @dataclass(frozen=True)
-class _Recalled:
+class Recalled:
     """What was guessed in one round, as a drafter of its own."""
 
     guesses: Guesses
@@ -171,7 +171,7 @@ def trace(
         seen = end
         guesses = Guesses(union.width)
         guesses.record([()], first)
-        grow(union, _Recording(drafter, guesses), state, text[end - 1], first, _levels_left(found, place))
+        grow(union, _Recording(drafter, guesses), state, text[end - 1], first, levels_left(found, place))
         found.guesses.append(guesses)
     return found
 
@@ -188,10 +188,10 @@ def replay(trace: Trace, policy: Policy) -> Answer:
     rounds = [Round(None, [], tokens[:1], None, None, 0.0, 0.0, 0.0)]
     place = 0  # of the root
     while place < len(tokens) - 1:
-        recalled = _Recalled(trace.guesses[place])
+        recalled = Recalled(trace.guesses[place])
         first = recalled.guesses.candidates([()], policy.width)
-        tree = grow(policy, recalled, None, tokens[place], first, _levels_left(trace, place))
-        path = _follow(tree, tokens[place + 1 :])
+        tree = grow(policy, recalled, None, tokens[place], first, levels_left(trace, place))
+        path = follow(tree, tokens[place + 1 :])
         delivered = tokens[place + 1 : place + 1 + len(path)]  # the target's own token at the end of the path too
         rounds.append(Round(tree, path, delivered, None, None, 0.0, 0.0, 0.0))
         place += len(delivered)
@@ -203,12 +203,12 @@ def _check(policy: Policy) -> None:
         raise InputError(f"the tree {policy} is drawn anew in every run: no trace contains it")
 
 
-def _levels_left(trace: Trace, place: int) -> int:
+def levels_left(trace: Trace, place: int) -> int:
     """Levels that the budget can deliver below the root at `place`: n of them deliver up to n + 1 tokens."""
     return trace.max_new_tokens - (place + 1) - 1
 
 
-def _follow(tree: Tree, tokens: Sequence[int]) -> list[int]:
+def follow(tree: Tree, tokens: Sequence[int]) -> list[int]:
     """The nodes from the root on that carry `tokens`, as far as there are any."""
     path = [0]
     for token in tokens:
