@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eyas import checkpoint, costs, data, features, fit, initial, replay, train
+from eyas import checkpoint, costs, data, features, fit, initial, native, replay, train
 from eyas.drafters.base import Drafter
 from eyas.files import write_text
 from eyas.generate import Request, generate_plain
@@ -107,8 +107,6 @@ class Lab:
         self.dtype = self.dtype or self.asked.dtype
         self.model = load(self.asked.target, dtype=self.dtype)
         self.target, self.tokenizer = self.model.target, self.model.tokenizer
-        threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1
-        torch.set_num_threads(threads)  # the native core leaves PyTorch one, and training is PyTorch's
         self.eager, _ = checkpoint.load_target(self.asked.target, torch.bfloat16)
         made_for = checkpoint.target_fingerprint(self.eager, self.tokenizer)
         self.made_for = {**made_for, "dtype": str(self.target.spec.dtype).removeprefix("torch.")}
@@ -162,7 +160,8 @@ class Lab:
         states = self.states(count)
         trainer = train.Trainer(head, states, config, features.states_dtype(self.target), self.made_for)
         run, begun = folder / "run", time.perf_counter()
-        fit.fit(trainer, run, Beginning(states, 4), lambda head: None, resume=(run / fit.STATE).exists())
+        with pytorch_threads():
+            fit.fit(trainer, run, Beginning(states, 4), lambda head: None, resume=(run / fit.STATE).exists())
         checkpoint.save_head(trainer.head, folder / "head", self.made_for, f"# {folder.name}\n\nAn arm of a recipe.\n")
         record = {"tokens_seen": trainer.tokens_seen, "seconds": time.perf_counter() - begun}
         write_text(folder / "arm.json", json.dumps(record))
@@ -206,6 +205,15 @@ class Lab:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json.dumps(asdict(found)))
         return costs.from_record(json.loads(path.read_text()))
+
+
+@contextmanager
+def pytorch_threads() -> Iterator[None]:
+    """All threads for PyTorch, which trains; otherwise it has one, so as not to be in the native core's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(native.use_threads())
+    yield
+    torch.set_num_threads(before)
 
 
 def replayed(recorded: Recorded, policy: Policy) -> dict[str, list[Answer]]:

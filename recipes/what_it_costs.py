@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lab import Lab, Panel, draw, finish, main, parser
+from lab import Lab, Panel, draw, finish, main, parser, pytorch_threads
 from tqdm import tqdm
 
 from eyas import features, initial, train
@@ -23,12 +23,13 @@ def recipe() -> None:
         trainers[steps] = train.Trainer(head, lab.states(lab.asked.sequences), config, dtype)
         trainers[steps].train_step()  # the first one is no example
     seconds, tokens = dict.fromkeys(STEPS, 0.0), dict.fromkeys(STEPS, 0)
-    for _ in tqdm(range(6), desc="steps by turns", unit="round"):
-        for steps, trainer in trainers.items():
-            begun, before = time.perf_counter(), trainer.tokens_seen
-            trainer.train_step()
-            seconds[steps] += time.perf_counter() - begun
-            tokens[steps] += trainer.tokens_seen - before
+    with pytorch_threads():
+        for _ in tqdm(range(6), desc="steps by turns", unit="round"):
+            for steps, trainer in trainers.items():
+                begun, before = time.perf_counter(), trainer.tokens_seen
+                trainer.train_step()
+                seconds[steps] += time.perf_counter() - begun
+                tokens[steps] += trainer.tokens_seen - before
     rows: list[dict[str, object]] = [
         {"what": "training", "steps": steps, "tokens/s": tokens[steps] / seconds[steps]} for steps in STEPS
     ]

@@ -4,9 +4,9 @@ An answer keeps one account, in milliseconds saved. A drafted round books what i
 what it takes itself; drafting goes on while the account is above zero. It opens with a small credit, and may save up no
 more than a few rounds' worth, so that a text that turns bad is noticed (the cumulative sum test of Page 1954). While it
 is overdrawn, rounds are plain, each books a small allowance, and once that has paid off the debt the cheapest draft is
-tried: one level, one node. A failed attempt halves the allowance, down to an eighth, so attempts come further and
+tried: one level, one node. A failed attempt halves the allowance, down to a 32nd, so attempts come further and
 further apart. What an answer may lose is the credit, a round, and the allowances: with a drafter that is always wrong,
-2 to 2.5 % of 128 tokens at the demo target's prices.
+1.3 to 1.5 % of 128 tokens at the demo target's prices.
 
 All of it follows from given prices and from what this answer accepted, nothing from a clock: a run can be repeated.
 """
@@ -22,10 +22,10 @@ from eyas.policy import Level, Pilot, Policy, Prices, RankPath
 from eyas.tree import Tree
 
 # In plain rounds.
-CREDIT = 1.5  # what an answer may lose before it falls back: 1.2 % of 128 tokens
+CREDIT = 0.75  # what an answer may lose before it falls back: 0.6 % of 128 tokens, and a round
 MOST_SAVED = 8.0
-ALLOWANCE = 0.05  # of each plain round, for trying again
-_LEAST_ALLOWANCE = ALLOWANCE / 8
+ALLOWANCE = 0.04  # of each plain round, for trying again
+_LEAST_ALLOWANCE = ALLOWANCE / 32
 _TRIAL = Chain(1)
 
 
