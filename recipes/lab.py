@@ -180,9 +180,10 @@ class Lab:
         """What the target says to a workload's first prompts, at temperature 0."""
         if workload not in self._answers:
             stop = Stop(self.asked.max_new_tokens, self.target.spec.eos_ids)
-            items = tqdm(read_workload(workload, self.asked.prompts), desc=f"answers to {workload}", unit="prompt")
+            items = read_workload(workload, self.asked.prompts)
             requests = [Request(self.model.encode(item.text), Sampling(), stop) for item in items]
-            plain = [timed(generate_plain(self.target, own.prompt, own.sampling, stop, False)) for own in requests]
+            bar = tqdm(requests, desc=f"answers to {workload}", unit="prompt")
+            plain = [timed(generate_plain(self.target, own.prompt, own.sampling, stop, False)) for own in bar]
             self._answers[workload] = list(zip(requests, plain, strict=True))
         return self._answers[workload]
 
