@@ -497,8 +497,9 @@ def load(
 
     Arguments:
         target: a folder in transformers format, a GGUF file, a hub id (downloaded once), or "smollm2".
-        head: a head's folder, a hub id, a shipped name ("smollm2-eagle3", "smollm2-eagle"), "lookup" (n-grams of the
-            context), "small:" and a smaller model in the forms of `target`, or None ("none") for plain decoding.
+        head: a head's folder, a hub id, a shipped name ("smollm2-eagle3", "smollm2-eagle", "smollm2-medusa"),
+            "lookup" (n-grams of the context), "small:" and a smaller model in the forms of `target`, or None ("none")
+            for plain decoding.
         backend: "native" (the compiled CPU core), "eager" (transformers), or "auto": native where it supports the
             model, the dtype and the CPU, else eager; `target.spec.backend` says which.
         dtype: "bfloat16" (default on native), "int8" (native), "float32" (default on eager), "float64" (eager) or
