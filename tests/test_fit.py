@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import VOCAB, tiny_target
+from tqdm import tqdm
 from training import answers, in_a_process_of_its_own, trainer
 
 from eyas.checkpoint import serving
@@ -78,6 +80,7 @@ def test_twenty_kills_at_random_leave_the_same_weights(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            tqdm.set_lock(threading.RLock())  # the bars' own is shared with this child, which may be killed holding it
             train_on(tmp_path / "killed")
             os._exit(0)
         seen, state, latest = stamp(), tmp_path / "killed" / STATE, time.monotonic() + 60

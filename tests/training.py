@@ -48,10 +48,7 @@ def reads_for(head) -> tuple[int, ...]:
 
 
 def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
-    """A test that forks: a child of a process in which PyTorch has made threads (earlier tests' training) may hang.
-
-    With one thread: beside other work two of them wait for each other, and a test of seconds takes minutes.
-    """
+    """A test that forks: a child of a process in which PyTorch has made threads (earlier tests' training) may hang."""
 
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
@@ -59,7 +56,7 @@ def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
             return test(*args, **kwargs)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         node = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
-        how = {"cwd": Path(__file__).parents[1], "env": {**os.environ, "EYAS_TEST_ALONE": "1", "OMP_NUM_THREADS": "1"}}
+        how = {"cwd": Path(__file__).parents[1], "env": {**os.environ, "EYAS_TEST_ALONE": "1"}}
         done = subprocess.run([*command, node], capture_output=True, text=True, timeout=300, **how)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
