@@ -17,7 +17,7 @@ SIZES = (2048, 4096, 8192, 16384, 32768)
 
 def recipe() -> None:
     lab = Lab(parser(__doc__).parse_args())
-    trained = lab.sequences()[: lab.asked.sequences]
+    trained = lab.sequences[: lab.asked.sequences]
     rows = []
     for size in SIZES:
         arm = lab.arm(vocabulary=size)

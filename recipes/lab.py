@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class Lab:
         made_for = checkpoint.target_fingerprint(self.eager, self.tokenizer)
         self.made_for = {**made_for, "dtype": str(self.target.spec.dtype).removeprefix("torch.")}
 
+    @cached_property
     def sequences(self) -> list[data.Sequence]:
         """The answers of the store."""
         read = data.read_answers(self.asked.answers, self.target.spec.vocab_size, 512)
@@ -118,7 +120,7 @@ class Lab:
 
     def states(self, count: int) -> features.Features:
         """Of the first `count` answers; the store is made once for all recipes that take as many."""
-        sequences = self.sequences()
+        sequences = self.sequences
         layers = self.target.spec.num_layers
         reads = (*initial.default_reads(layers), layers)
         folder = self.asked.out / f"states-{self.dtype}-{len(sequences)}"
@@ -141,7 +143,7 @@ class Lab:
         parts += [f"noise{noise:g}"] if kind == "eagle" else [f"layers{layers}", f"vocabulary{vocabulary}"]
         parts += [] if reads is None else ["reads" + "-".join(map(str, reads))]
         name = "-".join(parts)
-        ids_Q, _ = initial.draft_vocabulary(self.sequences()[:count], vocabulary, self.target.spec.eos_ids)
+        ids_Q, _ = initial.draft_vocabulary(self.sequences[:count], vocabulary, self.target.spec.eos_ids)
         folder = self.asked.out / "arms" / name
         if not (folder / "arm.json").exists():
             head = initial.new_head(

@@ -15,7 +15,7 @@ LEVELS = range(1, 9)
 
 def recipe() -> None:
     lab = Lab(parser(__doc__).parse_args())
-    ids_Q, _ = initial.draft_vocabulary(lab.sequences()[: lab.asked.sequences], 8192, lab.target.spec.eos_ids)
+    ids_Q, _ = initial.draft_vocabulary(lab.sequences[: lab.asked.sequences], 8192, lab.target.spec.eos_ids)
     trainers = {}
     for steps in STEPS:
         head = initial.new_head("eagle3", lab.eager, ids_Q, steps=steps, window=512)

@@ -17,11 +17,10 @@ from random import Random
 from statistics import linear_regression, mean, median
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
 from tqdm import tqdm
 
 from eyas import kept as records
-from eyas.drafters.base import Candidates, Drafter
+from eyas.drafters.base import Drafter
 from eyas.errors import InputError
 from eyas.generate import Request, generate
 from eyas.kept import Place
@@ -158,8 +157,8 @@ def _curve(pairs: Iterable[tuple[int, float]]) -> Curve:
     for size in sorted(size for size, own in found.items() if len(own) >= min(_FEWEST, most)):
         ms, sizes = _typical(found[size]), [size]
         while pools and pools[-1][0] > ms:
-            mean, before = pools.pop()
-            ms = (mean * len(before) + ms * len(sizes)) / (len(before) + len(sizes))
+            shared, before = pools.pop()
+            ms = (shared * len(before) + ms * len(sizes)) / (len(before) + len(sizes))
             sizes = before + sizes
         pools.append((ms, sizes))
     return tuple((size, ms) for ms, sizes in pools for size in sizes)
@@ -174,6 +173,8 @@ class _Alternating(Policy):
         self._trees = [shape for shape in shapes if shape is not None]
         self._next: list[Policy | None] = []
         self._random = Random(0)
+        self.chosen: Policy | None = None  # of the last round
+        self.rows: tuple[int, ...] = ()  # that were expanded in it, by level after the first
 
     @property
     def levels(self) -> int:
@@ -191,37 +192,11 @@ class _Alternating(Policy):
 
     def choose(self) -> Policy | None:
         self._next = self._next or self._random.sample(self.shapes, len(self.shapes))
-        return self._next.pop()
+        self.chosen = self._next.pop()
+        return self.chosen
 
     def see(self, tree: Tree, path: Sequence[int], rows: Sequence[int]) -> None:
-        pass
-
-
-class _Watched(Drafter[StateT]):
-    """A drafter, and what it was asked for in this round."""
-
-    def __init__(self, drafter: Drafter[StateT]) -> None:
-        self.kind, self.reads = drafter.kind, drafter.reads
-        self._drafter = drafter
-        self.observed = 0
-        self.rows: list[int] = []
-
-    def new_state(self, first: int | None = None) -> StateT:
-        return self._drafter.new_state(first)
-
-    def observe(self, state: StateT, tokens: Sequence[int], hidden_TLD: Tensor, width: int) -> Candidates:
-        self.observed = len(tokens)
-        return self._drafter.observe(state, tokens, hidden_TLD, width)
-
-    def expand(self, state: StateT, rows: Sequence[int], tokens: Sequence[int], width: int) -> Candidates:
-        self.rows.append(len(rows))
-        return self._drafter.expand(state, rows, tokens, width)
-
-    def rewind(self, state: StateT, length: int) -> None:
-        self._drafter.rewind(state, length)
-
-    def can_propose(self, token: int) -> bool:
-        return self._drafter.can_propose(token)
+        self.rows = tuple(rows)
 
 
 class Meter(Generic[CacheT, StateT]):
@@ -230,27 +205,28 @@ class Meter(Generic[CacheT, StateT]):
     def __init__(
         self, target: Target[CacheT], drafter: Drafter[StateT], shapes: Sequence[Policy | None] = SHAPES
     ) -> None:
-        self._target, self._drafter = target, _Watched(drafter)
+        self._target, self._drafter = target, drafter
         self._policy = _Alternating(shapes)
         self.samples: list[Sample] = []
         self.reads: list[tuple[int, float]] = []
 
     def run(self, request: Request, rounds: int) -> int:
         """Up to so many rounds of one answer; how many there were."""
-        watched, before, begins, last = self._drafter, len(self.samples), True, time.perf_counter()
-        watched.observed, watched.rows = 0, []
-        answer = generate(self._target, watched, self._policy, request.prompt, request.sampling, request.stop, False)
+        pilot, before, begins, last = self._policy, len(self.samples), True, time.perf_counter()
+        unseen = len(request.prompt) - 1  # tokens that the drafter has not observed; it never sees the first one
+        answer = generate(self._target, self._drafter, pilot, request.prompt, request.sampling, request.stop, False)
         for round_ in answer:
             whole_ms, drafted = (time.perf_counter() - last) * 1e3, bool(round_.level_ms)
+            observed = 0 if round_.tree is None or pilot.chosen is None else unseen
+            unseen += len(round_.tokens) - observed
             if round_.tree is None:
                 self.reads.append((len(request.prompt), round_.verify_ms))
-            elif drafted or not watched.observed:  # the budget's last round may observe and have no level to draft
-                parts = (round_.level_ms, round_.verify_ms, whole_ms, watched.observed, begins and drafted)
-                self.samples.append(Sample(len(round_.tree) - 1, tuple(watched.rows), *parts))
+            elif drafted or not observed:  # the budget's last round may observe and have no level to draft
+                parts = (round_.level_ms, round_.verify_ms, whole_ms, observed, begins and drafted)
+                self.samples.append(Sample(len(round_.tree) - 1, pilot.rows, *parts))
                 begins = begins and not drafted
                 if len(self.samples) - before >= rounds:
                     break
-            watched.observed, watched.rows = 0, []
             last = time.perf_counter()
         return len(self.samples) - before
 

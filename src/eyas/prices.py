@@ -44,15 +44,16 @@ def priced(
     Raises:
         InputError: the guard is asked for around a tree that is drawn at random.
     """
+    guarded = automatic if guard is None else guard
     wanted = guard or isinstance(policy, Adaptive)
-    if not (wanted or (automatic and guard is None)):
+    if not (wanted or guarded):
         return policy
     found = _prices(target, head, drafter, requests if wanted else None)
     if found is None:
         return policy
     if isinstance(policy, Adaptive):
         policy = replace(policy, prices=found)
-    return Guarded(policy, found) if guard or (automatic and guard is None) else policy
+    return Guarded(policy, found) if guarded else policy
 
 
 def _prices(

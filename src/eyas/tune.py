@@ -128,7 +128,7 @@ def tune(
     runs.run(plan.repeats, meter)
     if (
         len(meter.samples) >= 2 * _FIRST
-    ):  # enough of the same minutes as the runs: the machine may have been another before
+    ):  # enough are of the runs' own minutes: the machine may have been another before
         del meter.samples[:_FIRST]
     keep(meter.costs())
     return _found(model, workloads, considered, answers, runs, meter.costs())
