@@ -20,7 +20,7 @@ def recipe() -> None:
     trained = lab.sequences[: lab.asked.sequences]
     rows = []
     for size in SIZES:
-        arm = lab.arm(vocabulary=size)
+        arm = lab.arm(steps=2, vocabulary=size)
         answers = replayed(lab.record(arm.drafter, [TREE]), TREE)
         everything = [answer for own in answers.values() for answer in own]
         price = lab.costs(arm.drafter, f"vocabulary{size}")

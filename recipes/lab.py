@@ -2,7 +2,7 @@
 
 Every recipe is a script that anyone can rerun:
 
-    python recipes/NAME.py ANSWERS [--out runs/recipes] [--sequences 1100] [--prompts 8] ...
+    python recipes/NAME.py ANSWERS [--out runs/recipes] [--sequences 1140] [--prompts 8] ...
 
 ANSWERS is JSONL of the target's own answers (`eyas train --answers`). Heads are found again by their settings, so
 recipes that compare with the same head share it, and a recipe that was stopped goes on. Acceptance is that of replayed
@@ -52,7 +52,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     found.add_argument("--head", default="smollm2-eagle3", help="the trained head, where a recipe trains none")
     found.add_argument("--out", type=Path, default=Path("runs/recipes"))
     found.add_argument("--figures", type=Path, default=Path("docs/figures"))
-    found.add_argument("--sequences", type=int, default=1100, help="answers that an arm is trained on, once")
+    found.add_argument("--sequences", type=int, default=1140, help="answers that an arm is trained on, once")
     found.add_argument("--workload", action="append", default=[], help="default: mt_bench, humaneval, gsm8k")
     found.add_argument("--prompts", type=int, default=8, help="of each workload")
     found.add_argument("--max-new-tokens", type=int, default=96)
@@ -126,8 +126,13 @@ class Lab:
         folder = self.asked.out / f"states-{self.dtype}-{len(sequences)}"
         return Beginning(features.store(self.target, sequences, reads, folder, self.made_for), count)
 
-    def arm(
+    def arm(self, kind: str = "eagle3", **settings: Any) -> Arm:
+        """A new head, trained on the answers of an arm, four a step, each of them once."""
+        return self.growing([1], kind, **settings)[0]
+
+    def growing(
         self,
+        times: Sequence[int],
         kind: str = "eagle3",
         *,
         steps: int = 4,
@@ -135,38 +140,51 @@ class Lab:
         layers: int = 1,
         reads: tuple[int, ...] | None = None,
         vocabulary: int = 8192,
-        times: int = 1,
-    ) -> Arm:
-        """A new head, trained on `times` the answers of an arm, four a step, each of them once."""
-        count = self.asked.sequences * times
+    ) -> list[Arm]:
+        """A new head as it stands after each of `times` the answers of an arm, in one training.
+
+        With several, the learning rate stays at its peak: what came first is then a training of its own.
+        """
+        count = self.asked.sequences * max(times)
         parts = [kind, f"steps{steps}", f"answers{count}", self.dtype]
         parts += [f"noise{noise:g}"] if kind == "eagle" else [f"layers{layers}", f"vocabulary{vocabulary}"]
         parts += [] if reads is None else ["reads" + "-".join(map(str, reads))]
-        name = "-".join(parts)
+        parts += [] if len(times) == 1 else ["constant"]
+        folder = self.asked.out / "arms" / "-".join(parts)
         ids_Q, _ = initial.draft_vocabulary(self.sequences[:count], vocabulary, self.target.spec.eos_ids)
-        folder = self.asked.out / "arms" / name
-        if not (folder / "arm.json").exists():
+        if not all((folder / str(n) / "arm.json").exists() for n in times):
             head = initial.new_head(
                 kind, self.eager, None if kind == "eagle" else ids_Q, steps=steps, noise=noise, layers=layers,
                 window=512, reads=reads,
             )  # fmt: skip
-            self._train(head, count, folder)
-        record = json.loads((folder / "arm.json").read_text())
-        head = checkpoint.read_head_for(str(folder / "head"), self.target)
-        drafter = checkpoint.serving(head, self.target, ids_Q if kind == "eagle" else None)
-        return Arm(name, head, drafter, record["tokens_seen"], record["seconds"])
+            self._train(head, times, folder)
+        arms = []
+        for n in times:
+            record = json.loads((folder / str(n) / "arm.json").read_text())
+            head = checkpoint.read_head_for(str(folder / str(n) / "head"), self.target)
+            drafter = checkpoint.serving(head, self.target, ids_Q if kind == "eagle" else None)
+            arms.append(Arm(folder.name, head, drafter, record["tokens_seen"], record["seconds"]))
+        return arms
 
-    def _train(self, head: Head, count: int, folder: Path) -> None:
-        steps = count // 4
-        config = train.TrainConfig(steps=steps, warmup=min(50, steps // 10), validate_every=0, validate_prompts=0)
-        states = self.states(count)
+    def _train(self, head: Head, times: Sequence[int], folder: Path) -> None:
+        part = self.asked.sequences // 4  # steps
+        states = self.states(self.asked.sequences * max(times))
+        config = train.TrainConfig(
+            steps=part * max(times), warmup=min(50, part // 10), last_rate=0.1 if len(times) == 1 else 1.0,
+            validate_every=part,
+        )  # fmt: skip
         trainer = train.Trainer(head, states, config, features.states_dtype(self.target), self.made_for)
         run, begun = folder / "run", time.perf_counter()
+
+        def keep(head: Head) -> None:
+            here = folder / str(trainer.step // part)
+            if trainer.step // part in times:
+                checkpoint.save_head(head, here / "head", self.made_for, f"# {folder.name}\n\nAn arm of a recipe.\n")
+                record = {"tokens_seen": trainer.tokens_seen, "seconds": time.perf_counter() - begun}
+                write_text(here / "arm.json", json.dumps(record))
+
         with pytorch_threads():
-            fit.fit(trainer, run, Beginning(states, 4), lambda head: None, resume=(run / fit.STATE).exists())
-        checkpoint.save_head(trainer.head, folder / "head", self.made_for, f"# {folder.name}\n\nAn arm of a recipe.\n")
-        record = {"tokens_seen": trainer.tokens_seen, "seconds": time.perf_counter() - begun}
-        write_text(folder / "arm.json", json.dumps(record))
+            fit.fit(trainer, run, Beginning(states, 4), keep, resume=(run / fit.STATE).exists())
 
     def shipped(self) -> Drafter[Any]:
         """The drafter of --head."""

@@ -16,7 +16,7 @@ def recipe() -> None:
     lab = Lab(parser(__doc__).parse_args())
     rows = []
     for layers in (1, 2, 3, 5):
-        arm = lab.arm(layers=layers)
+        arm = lab.arm(steps=2, layers=layers)
         answers = replayed(lab.record(arm.drafter, [TREE]), TREE)
         price = lab.costs(arm.drafter, f"layers{layers}")
         rows.append(

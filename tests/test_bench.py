@@ -55,6 +55,9 @@ def test_conversations_go_on_from_plain_answers(methods: list[bench.Method], bat
         order = [("a", 0), ("b", 0), ("a", 1), ("a", 2), ("c", 0), ("c", 1)]
     for side in answers:
         assert [answer.tokens for answer in side] == [expected[key] for key in order]
+    found = list(bench.plain_answers(plain, ITEMS, Sampling(0.7), bench.How(12, all_turns=True)))
+    assert [answer.tokens for _, answer in found] == list(expected.values())
+    assert found[2][0].prompt == plain.encode(said[0][:5])
 
 
 def test_a_conversation_reads_only_what_is_new(methods: list[bench.Method], monkeypatch: pytest.MonkeyPatch) -> None:

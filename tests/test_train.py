@@ -223,11 +223,21 @@ def test_draft_vocabulary_by_frequency_specials_first() -> None:
     assert covered == 1.0
 
 
+def test_learning_rate_by_hand() -> None:
+    target = tiny_target(torch.float32)
+    for last, expected in ((0.1, [0.5, 1.0, 1.0, 0.55, 0.1]), (1.0, [0.5, 1.0, 1.0, 1.0, 1.0])):
+        config = TrainConfig(steps=12, warmup=2, learning_rate=1.0, last_rate=last)
+        learner, rates = trainer("eagle3", target, answers(target, 4), config), []
+        for learner.step in (0, 1, 2, 7, 12):
+            rates.append(learner.learning_rate())
+        assert rates == pytest.approx(expected)
+
+
 def test_an_absurd_recipe_is_refused() -> None:
     for wrong in (
         {"steps": 0}, {"sequences": -1}, {"learning_rate": 0.0}, {"learning_rate": math.nan}, {"warmup": -1},
         {"clip": 0.0}, {"clip": math.nan}, {"weight_decay": -1.0}, {"seed": -1}, {"seed": 2**63}, {"accumulate": 5},
-        {"seconds": math.nan}, {"validate_tokens": 1},
+        {"seconds": math.nan}, {"validate_tokens": 1}, {"last_rate": 1.1}, {"last_rate": -0.1},
     ):  # fmt: skip
         with pytest.raises(InputError):
             TrainConfig(**wrong)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -153,6 +153,22 @@ def first_request(plain: Model, item: Item, sampling: Sampling, how: How) -> Req
     talk = _Talk(plain, item, sampling, how)
     talk.ask()
     return talk.request
+
+
+def plain_answers(
+    plain: Model, items: Sequence[Item], sampling: Sampling, how: How
+) -> Iterator[tuple[Request, Answer]]:
+    """What `compare` asks, turn by turn, and what plain decoding answers, which is what a replay needs of a bench.
+
+    Raises:
+        InputError: the target's context has no room for an answer.
+    """
+    for i, item in enumerate(items):
+        talk = _Talk(plain, item, replace(sampling, sample=sampling.sample + i), how)
+        while talk.ask():
+            (answer,) = _answers(plain, [talk.request], with_logits=False)
+            talk.hear(answer)
+            yield talk.request, answer
 
 
 @dataclass

@@ -41,7 +41,8 @@ class TrainConfig:
     seconds: float = 0.0  # end after this time, the learning rate following it; 0: only by steps
     sequences: int = 4  # of a step, all processes together; at this scale steps are scarcer than tokens
     accumulate: int = 1  # parts that a process takes its share of a step in: less memory, the same step
-    learning_rate: float = 6e-4  # peak, reached after the warm-up, then a cosine down to a tenth
+    learning_rate: float = 6e-4  # peak, reached after the warm-up, then a cosine down
+    last_rate: float = 0.1  # where the cosine ends, of the peak; 1: the rate stays, and any step may be the last
     warmup: int = 50  # steps
     weight_decay: float = 0.0
     clip: float = 0.5  # largest norm of the gradient
@@ -59,6 +60,7 @@ class TrainConfig:
             "checkpoint_every": (1, math.inf),
             "seconds": (0, math.inf),
             "warmup": (0, math.inf),
+            "last_rate": (0, 1.0),
             "weight_decay": (0, 1.0),
             "seed": (0, 2**31),
             "validate_every": (0, math.inf),
@@ -184,13 +186,13 @@ class Trainer:
         return min(1.0, max(self.step / c.steps, self.seconds / c.seconds if c.seconds else 0.0))
 
     def learning_rate(self) -> float:
-        """Linear warm-up, then a cosine from the peak to a tenth of it."""
+        """Linear warm-up, then a cosine from the peak down to `last_rate` of it."""
         c = self.config
         if self.step < c.warmup:
             return c.learning_rate * (self.step + 1) / c.warmup
         begun = min(c.warmup / c.steps, 0.999)
         way = max(0.0, self.progress - begun) / (1 - begun)
-        return c.learning_rate * (0.1 + 0.45 * (1 + math.cos(math.pi * way)))
+        return c.learning_rate * (c.last_rate + (1 - c.last_rate) / 2 * (1 + math.cos(math.pi * way)))
 
     def train_step(self) -> dict[str, float]:
         """One optimiser step; the recent metrics.
