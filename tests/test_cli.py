@@ -298,6 +298,8 @@ def test_train_on_from_a_head(capsys: pytest.CaptureFixture[str], folder: Path, 
     assert "of kind eagle3" in refused(capsys, *common, "--out", str(tmp_path / "x"), "--kind", "eagle")
     assert "tensorboard" in refused(capsys, *common, "--out", str(tmp_path / "y"), "--tensorboard")
     assert "torchrun" in refused(capsys, *common, "--out", str(tmp_path / "z"), "--shard-target")
+    for shape in (["--layers", "2"], ["--reads", "0,1,2"], ["--norm-output"]):
+        assert f"{shape[0]} shapes a new head" in refused(capsys, *common, "--out", str(tmp_path / "w"), *shape)
 
 
 @needs_core
