@@ -6,9 +6,8 @@ section 3.1).
 
 from __future__ import annotations
 
-from lab import Lab, Panel, draw, finish, main, mean_tau, parser, replayed
+from lab import Lab, Panel, chain_acceptance, draw, finish, main, mean_tau, parser, replayed
 
-from eyas.measure import alpha_by_depth
 from eyas.policies import Chain, Dynamic
 
 
@@ -20,11 +19,12 @@ def recipe() -> None:
     for name, reads in arms.items():
         arm = lab.arm(reads=reads)
         recorded = lab.record(arm.drafter, [Chain(8), Dynamic(6, 4, 16)])
-        depths = alpha_by_depth([answer for own in replayed(recorded, Chain(8)).values() for answer in own])
+        chains = replayed(recorded, Chain(8))
+        depths = chain_acceptance(chains)
         by_depth[name] = list(enumerate(depths, start=1))
         rows.append(
             {"states": name, "tokens seen": arm.tokens_seen, "seconds": arm.seconds, "acceptance by depth": depths,
-             "tau, chain of 8": mean_tau(replayed(recorded, Chain(8))),
+             "tau, chain of 8": mean_tau(chains),
              "tau, tree of 16": mean_tau(replayed(recorded, Dynamic(6, 4, 16)))}
         )  # fmt: skip
     draw(lab, "fused_states", [Panel("a chain's acceptance", "depth", "accepted, of those reached", by_depth)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,7 +33,7 @@ from eyas.files import write_text
 from eyas.generate import Request, generate_plain
 from eyas.initial import Head
 from eyas.machine import commit, machine, versions
-from eyas.measure import Answer, tau, timed
+from eyas.measure import Answer, alpha_by_depth, draws, tau, timed
 from eyas.model import attach_head, load
 from eyas.policies import Policy
 from eyas.prompts import read_workload
@@ -40,6 +41,7 @@ from eyas.sampling import Sampling
 from eyas.verify import Stop
 
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#65a30d", "#be185d")
+_FEWEST = 20  # rounds that a share is of
 Row = dict[str, Any]
 
 
@@ -242,6 +244,13 @@ def replayed(recorded: Recorded, policy: Policy) -> dict[str, list[Answer]]:
     return {workload: [replay.replay(trace, policy) for trace in traces] for workload, traces in recorded.items()}
 
 
+def chain_acceptance(chains: dict[str, list[Answer]]) -> list[float]:
+    """By depth, all workloads together: the share accepted of those that were reached, as deep as enough were."""
+    answers = [answer for own in chains.values() for answer in own]
+    reached = Counter(draw.depth for draw in draws(answers))
+    return [share for depth, share in enumerate(alpha_by_depth(answers), start=1) if reached[depth] >= _FEWEST]
+
+
 def mean_tau(answers: dict[str, list[Answer]]) -> float:
     """The mean over workloads."""
     return sum(tau(own) or 0.0 for own in answers.values()) / len(answers)
@@ -300,7 +309,7 @@ def draw(lab: Lab, name: str, panels: Sequence[Panel]) -> None:
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": name, "font.size": 9, "axes.grid": True, "grid.color": "#e5e7eb"})
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), squeeze=False)
     for panel, axis in zip(panels, axes[0], strict=True):
@@ -310,6 +319,8 @@ def draw(lab: Lab, name: str, panels: Sequence[Panel]) -> None:
             axis.plot([0, 1], [0, 1], color="#6b7280", ls=":", lw=1)
         if panel.logarithmic:
             axis.set_xscale("log", base=2)
+        elif all(isinstance(x, int) for points in panel.lines.values() for x, _ in points):
+            axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
         axis.legend(fontsize=7, frameon=False)
         axis.spines[["top", "right"]].set_visible(False)

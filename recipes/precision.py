@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from lab import Lab, Panel, draw, finish, main, mean_tau, parser, replayed
+from lab import Lab, Panel, chain_acceptance, draw, finish, main, mean_tau, parser, replayed
 
 from eyas import checkpoint
-from eyas.measure import alpha_by_depth
 from eyas.policies import Chain, Dynamic
 
 DTYPES = ("bfloat16", "int8")
@@ -22,7 +21,7 @@ def recipe() -> None:
         for served, lab in labs.items():
             recorded = lab.record(checkpoint.serving(head, lab.target), [Chain(8), Dynamic(6, 4, 16)])
             chain = replayed(recorded, Chain(8))
-            depths = alpha_by_depth([answer for own in chain.values() for answer in own])
+            depths = chain_acceptance(chain)
             by_depth[f"trained on {trained}, serving {served}"] = list(enumerate(depths, start=1))
             rows.append(
                 {"trained on": trained, "serving": served, "acceptance by depth": depths,
