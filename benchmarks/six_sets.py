@@ -21,13 +21,14 @@ from tqdm import tqdm
 from eyas import measure, replay
 from eyas.bench import How, plain_answers
 from eyas.drafters.base import Drafter
+from eyas.errors import InputError
 from eyas.files import write_text
 from eyas.generate import Request, Round
 from eyas.machine import commit, machine, versions
 from eyas.measure import Answer
 from eyas.model import Model, attach_head, load
 from eyas.policies import parse_policy
-from eyas.prompts import SUITES, read_workload
+from eyas.prompts import SUITES, Item, read_workload
 
 TREES = ("static", "dynamic:levels=6,top_k=8,nodes=24", "dynamic:levels=8,top_k=10,nodes=59")
 Row = dict[str, Any]
@@ -45,17 +46,21 @@ def main() -> None:
     parser.add_argument("--trees", nargs="+", default=TREES)
     parser.add_argument("--out", type=Path, default=Path("runs/six_sets"))
     asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
+    try:
+        items = {name: read_workload(name, asked.limit, asked.data_dir) for name in SUITES["eagle"]}
+        _claim(asked)
+    except InputError as error:
+        parser.error(str(error))
     model = load(asked.target, dtype=asked.dtype)
     drafters = {head: attach_head(head, model.target, model.tokenizer) for head in asked.heads}
     temperatures = [float(part) for part in asked.temperatures.split(",")]
     rows = []
     for temperature in temperatures:
-        for workload in SUITES["eagle"]:
-            answered = answers(model, workload, temperature, asked)
+        for workload in items:
+            answered = answers(model, workload, items[workload], temperature, asked)
             for head, drafter in drafters.items():
                 assert drafter is not None, "plain decoding has no trees"
-                kept = asked.out / f"{Path(head).name}-{workload}-{temperature:g}.json"
+                kept = asked.out / f"{head.replace('/', '_')}-{workload}-{temperature:g}.json"
                 if not kept.exists():
                     found = replayed(model, drafter, answered, asked.trees, f"{Path(head).name} on {workload}")
                     own = {"head": head, "workload": workload, "temperature": temperature}
@@ -68,12 +73,28 @@ def main() -> None:
     print(json.dumps(record))
 
 
-def answers(model: Model, workload: str, temperature: float, asked: argparse.Namespace) -> list[tuple[Request, Answer]]:
+def _claim(asked: argparse.Namespace) -> None:
+    """--out is for runs of these settings alone.
+
+    Raises:
+        InputError: it holds one of others.
+    """
+    own = {name: getattr(asked, name) for name in ("target", "dtype", "limit", "max_new_tokens")}
+    own = {**own, "trees": list(asked.trees)}
+    kept = asked.out / "settings.json"
+    if kept.exists() and (found := json.loads(kept.read_text())) != own:
+        raise InputError(f"{asked.out} holds a run of {found}: give another --out for {own}")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    write_text(kept, json.dumps(own))
+
+
+def answers(
+    model: Model, workload: str, items: Sequence[Item], temperature: float, asked: argparse.Namespace
+) -> list[tuple[Request, Answer]]:
     """The target's own answers to a set, made once."""
     sampling, stop = model.sampling(temperature=temperature), model.stopping(asked.max_new_tokens)
     kept = asked.out / f"answers-{workload}-{temperature:g}.json"
     if not kept.exists():
-        items = read_workload(workload, asked.limit, asked.data_dir)
         how = How(asked.max_new_tokens, all_turns=True)
         bar = tqdm(plain_answers(model, items, sampling, how), desc=f"answers to {workload}", unit="answer",
                    total=sum(len(item.turns) for item in items))  # fmt: skip
