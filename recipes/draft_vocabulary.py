@@ -1,6 +1,7 @@
 """(e) Draft vocabularies of 2,048 to 32,768 tokens: what they cover, tau, and time.
 
 A smaller one makes each level cheaper and can never propose the rest (FR-Spec, arXiv 2502.14856, is the same thought).
+A training-time test of two steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """(d) One, two, three and five layers: tau, what a draft level costs, and speed.
 
-Heads of more than one layer draft in PyTorch on the native back end, and their costs are measured as they draft.
+A training-time test of two steps. Heads of more than one layer draft in PyTorch on the native back end, and their
+costs are measured as they draft.
 """
 
 from __future__ import annotations
