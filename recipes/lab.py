@@ -179,8 +179,9 @@ class Lab:
         run, begun = folder / "run", time.perf_counter()
 
         def keep(head: Head) -> None:
-            here = folder / str(trainer.step // part)
-            if trainer.step // part in times:
+            done = trainer.step // part
+            if done in times:
+                here = folder / str(done)
                 checkpoint.save_head(head, here / "head", self.made_for, f"# {folder.name}\n\nAn arm of a recipe.\n")
                 record = {"tokens_seen": trainer.tokens_seen, "seconds": time.perf_counter() - begun}
                 write_text(here / "arm.json", json.dumps(record))

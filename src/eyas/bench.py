@@ -144,15 +144,22 @@ class _Talk:
         self._messages.append(Message(role="assistant", content=self._plain.decode(answer.tokens)))
 
 
-def first_request(plain: Model, item: Item, sampling: Sampling, how: How) -> Request:
-    """What `compare` asks first of a conversation.
+def _talks(plain: Model, items: Sequence[Item], sampling: Sampling, how: How) -> list[_Talk]:
+    """Conversations about to begin; prompt i is sample i of the keyed noise."""
+    keyed = (replace(sampling, sample=sampling.sample + i) for i in range(len(items)))
+    return [_Talk(plain, item, own, how) for item, own in zip(items, keyed, strict=True)]
+
+
+def first_requests(plain: Model, items: Sequence[Item], sampling: Sampling, how: How) -> list[Request]:
+    """What `compare` asks first of each conversation.
 
     Raises:
         InputError: the target's context has no room for an answer.
     """
-    talk = _Talk(plain, item, sampling, how)
-    talk.ask()
-    return talk.request
+    talks = _talks(plain, items, sampling, how)
+    for talk in talks:
+        talk.ask()
+    return [talk.request for talk in talks]
 
 
 def plain_answers(
@@ -163,8 +170,7 @@ def plain_answers(
     Raises:
         InputError: the target's context has no room for an answer.
     """
-    for i, item in enumerate(items):
-        talk = _Talk(plain, item, replace(sampling, sample=sampling.sample + i), how)
+    for talk in _talks(plain, items, sampling, how):
         while talk.ask():
             (answer,) = _answers(plain, [talk.request], with_logits=False)
             talk.hear(answer)
@@ -223,24 +229,21 @@ def compare(
     """
     plain = methods[0].model
     assert plain.drafter is None, "the first method is plain decoding"
-    keyed = [replace(sampling, sample=sampling.sample + i) for i in range(len(items))]
-    talks = [_Talk(plain, item, own, how) for item, own in zip(items, keyed, strict=True)]
-    for talk in talks:
-        talk.ask()  # all of them first: a bad prompt costs no measurement
+    requests = first_requests(plain, items, sampling, how)  # all of them first: a bad prompt costs no measurement
     several = how.all_turns and any(len(item.turns) > 1 for item in items)
     if several and plain.tokenizer.chat_template is None:
         raise InputError("the target has no chat template, which a conversation's later turns need: give --turns first")
-    _warm_up(methods, talks[0].request)
+    _warm_up(methods, requests[0])
     columns = [_Column(method) for method in methods]
-    answers = sum(len(talk.turns) for talk in talks) * len(methods)
+    answers = sum(len(item.turns) if how.all_turns else 1 for item in items) * len(methods)
     with tqdm(total=answers * how.repeats, desc=workload, unit="answer") as bar:
         for run in range(how.repeats):
             for column in columns:
                 column.tokens.append(0)
                 column.seconds.append(0.0)
+            everyone = _talks(plain, items, sampling, how)
             for first in range(0, len(items), how.batch):
-                group = slice(first, first + how.batch)
-                talks = [_Talk(plain, item, own, how) for item, own in zip(items[group], keyed[group], strict=True)]
+                talks = everyone[first : first + how.batch]
                 for column in columns:  # keys and values of earlier turns are kept for one conversation at a time
                     column.memory = Memory() if several and len(talks) == 1 else None
                 _hold(talks, columns, how, judged=run == 0)

@@ -113,8 +113,7 @@ def tune(
     """
     assert model.drafter is not None, "there is a drafter to tune trees for"
     items, how = list(chain(*workloads.values())), bench.How(plan.max_new_tokens)
-    keyed = [replace(sampling, sample=sampling.sample + i) for i in range(len(items))]
-    requests = [bench.first_request(model, item, own, how) for item, own in zip(items, keyed, strict=True)]
+    requests = bench.first_requests(model, items, sampling, how)
     usual = [parse_policy("static"), EAGLE_2, model.policy, *plan.also]
     considered = list(dict.fromkeys([*usual, *grid()]))
 
@@ -126,10 +125,8 @@ def tune(
     checked = to_check({policy: answers.tally(policy, meter.costs()) for policy in considered}, usual)
     runs = _Runs(model, checked, requests)
     runs.run(plan.repeats, meter)
-    if (
-        len(meter.samples) >= 2 * _FIRST
-    ):  # enough are of the runs' own minutes: the machine may have been another before
-        del meter.samples[:_FIRST]
+    if len(meter.samples) >= 2 * _FIRST:
+        del meter.samples[:_FIRST]  # enough are of the runs' own minutes: the machine may have been another before
     keep(meter.costs())
     return _found(model, workloads, considered, answers, runs, meter.costs())
 

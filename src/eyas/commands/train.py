@@ -126,6 +126,9 @@ def _run(arguments: argparse.Namespace, team: Team, device: torch.device) -> int
     out = Path(arguments.out)
     if arguments.validate_tree != "auto":
         parse_policy(arguments.validate_tree)  # refused now, not after loading
+    shaping = [name for name in ("layers", "reads", *SWITCHES) if getattr(arguments, name)]
+    if arguments.start is not None and shaping:
+        raise InputError(f"--{shaping[0].replace('_', '-')} shapes a new head: with --start the head has its own shape")
     if team.first:
         _prepare_out(out, arguments.resume)
     eager, target, tokenizer = _targets(arguments, team, device)
@@ -219,9 +222,6 @@ def _head(
     if arguments.kind != "small":
         say(f"draft vocabulary: {len(vocabulary)} tokens cover {100 * covered:.1f} % of the answers")
     steps = arguments.ttt_steps or (4 if arguments.kind == "eagle3" else initial.KINDS[arguments.kind])
-    shaping = [name for name in ("layers", "reads", *SWITCHES) if getattr(arguments, name)]
-    if arguments.start is not None and shaping:
-        raise InputError(f"--{shaping[0].replace('_', '-')} shapes a new head: with --start the head has its own shape")
     if arguments.start is not None and arguments.kind == "small":
         small = checkpoint.load_small(arguments.start, target, tokenizer).model
         assert isinstance(small, EagerTarget), small
